@@ -1,0 +1,44 @@
+"""Turn a failing model prefill into a model-free PyTorch bug report about scaled_dot_product_attention.
+
+The verbs of the command line as functions; torch is imported when the first one is used:
+
+    with sdpa_repro.capture("dumps/") as session:
+        model(**inputs)
+    result = sdpa_repro.replay(session.dumps[0])
+    print(result.sentence)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from sdpa_repro.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from sdpa_repro.attention import AttentionCall
+    from sdpa_repro.capturing.session import capture
+    from sdpa_repro.dump import Dump, load
+    from sdpa_repro.errors import InputError
+    from sdpa_repro.replaying.replay import replay
+
+_HOME = {
+    "AttentionCall": "sdpa_repro.attention",
+    "Dump": "sdpa_repro.dump",
+    "InputError": "sdpa_repro.errors",
+    "capture": "sdpa_repro.capturing.session",
+    "load": "sdpa_repro.dump",
+    "replay": "sdpa_repro.replaying.replay",
+}
+
+__all__ = ["AttentionCall", "Dump", "InputError", "__version__", "capture", "load", "replay"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
