@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sdpa_repro.attention import AttentionCall
+from sdpa_repro.replaying import reference as module
+from sdpa_repro.replaying.reference import blocks, four_dims, reference, rows_of
+from tests.calls import causal_mask, make_call
+from tests.definition import attention, weights
+
+CALLS = {
+    "expanded heads": make_call(),
+    "causal flag": make_call(mask="flag", rows=70),
+    "float mask": make_call(mask="float", padding=3),
+    "grouped queries": make_call(layout="gqa", heads=8, kv_heads=2),
+    "cross attention": make_call(mask=None, rows=5, keys=300),
+    "left padding": make_call(padding=7, batch=2),
+    "several tiles": make_call(rows=300, keys=700, width=16),
+    "value wider than key": make_call(width=8, value_width=24, scale=1.0),
+    "one column": make_call(width=1, value_width=1),
+    "one query": make_call(rows=1, keys=65, mask=None),
+    "float64": make_call(dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_reference_is_the_definition_to_float64_rounding(name: str) -> None:
+    call = CALLS[name]
+    assert torch.allclose(reference(call).output, attention(call), rtol=0, atol=1e-13 * 10)
+
+
+@pytest.mark.parametrize("shape", [(33,), (33, 33), (1, 33, 33), (4, 33, 33), (1, 1, 33, 33), (2, 4, 33, 33)])
+def test_reference_takes_masks_of_every_shape_that_broadcasts(shape: tuple[int, ...]) -> None:
+    call = make_call(batch=2, mask=None)
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(3)) > 0.4
+    call = replace(call, attn_mask=mask)
+    assert torch.allclose(reference(call).output, attention(call), atol=1e-12)
+
+
+def test_reference_takes_calls_without_head_or_batch_dimension() -> None:
+    query, key, value = (torch.randn(7, 16), torch.randn(9, 16), torch.randn(9, 4))
+    assert torch.allclose(
+        reference(AttentionCall(query, key, value)).output[0, 0],
+        attention(AttentionCall(query[None], key[None], value[None]))[0],
+    )
+
+
+def test_reference_takes_two_batch_dimensions() -> None:
+    query, key, value = torch.randn(2, 3, 4, 5, 8), torch.randn(2, 3, 4, 6, 8), torch.randn(2, 3, 4, 6, 8)
+    expected = attention(AttentionCall(query, key, value)).flatten(0, 1)
+    assert torch.allclose(reference(AttentionCall(query, key, value)).output, expected)
+
+
+@pytest.mark.parametrize(("variant", "diagonal"), [("upper", 0), ("lower", 4)])
+def test_causal_bias_is_the_mask_it_stands_for(variant: str, diagonal: int) -> None:
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+    bias = (causal_upper_left if variant == "upper" else causal_lower_right)(5, 9)
+    call = make_call(rows=5, keys=9, mask=None)
+    explicit = replace(call, attn_mask=torch.ones(5, 9, dtype=torch.bool).tril(diagonal))
+    assert torch.allclose(reference(replace(call, attn_mask=bias)).output, attention(explicit), atol=1e-12)
+
+
+def test_fully_masked_rows_are_zero_and_not_live() -> None:
+    result = reference(make_call(padding=7))
+    assert not result.live[..., :7].any()
+    assert result.live[..., 7:].all()
+    assert (result.output[..., :7, :] == 0).all()
+
+
+def test_rows_that_see_only_finfo_min_are_not_live() -> None:
+    call = make_call(mask="float", padding=7)
+    assert call.attn_mask is not None
+    mask = call.attn_mask.clamp(min=torch.finfo(call.attn_mask.dtype).min)
+    live = reference(replace(call, attn_mask=mask)).live
+    assert not live[..., :7].any()
+    assert live[..., 7:].all()
+
+
+def test_nan_in_a_hidden_position_poisons_the_rows_it_is_hidden_from_and_changes_nothing_else() -> None:
+    call = make_call(rows=20, width=8, layout="dense")
+    clean = reference(call)
+    key, value = call.key.clone(), call.value.clone()
+    key[0, 1, 12], value[0, 1, 12] = float("nan"), float("inf")
+    result = reference(replace(call, key=key, value=value))
+    assert result.poisoned[0, 1].tolist() == [True] * 12 + [False] * 8
+    assert not result.poisoned[0, [0, 2, 3]].any()
+    assert torch.equal(result.output[0, 1, :12], clean.output[0, 1, :12])
+    assert result.output[0, 1, 12:].isnan().all()
+
+
+def test_row_scales_are_the_sums_they_are_defined_as() -> None:
+    call = make_call(rows=40, padding=3)
+    result, p = reference(call), weights(call)
+    largest = call.value.double().abs().amax(-1)[:, :, None]
+    norm = call.key.double().norm(dim=-1)[:, :, None]
+    live = result.live
+    assert torch.allclose(result.scale.weight[live], (p * largest).sum(-1)[live])
+    assert torch.allclose(result.scale.size, attention(call).abs().amax(-1))
+    exact = (p * largest).square().sum(-1).sqrt()
+    assert (result.scale.spread[live] >= exact[live] * (1 - 1e-9)).all()
+    assert (result.scale.spread[live] <= 4 * exact[live]).all()
+    bound = call.query.double().norm(dim=-1) * 136**-0.5
+    moved = bound * ((p * norm * largest).sum(-1) + result.scale.size * (p * norm).sum(-1))
+    assert (result.scale.scores[live] >= moved[live] * (1 - 1e-9)).all()
+
+
+def test_tiles_that_the_mask_hides_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys outside a sliding window hold NaN that would spread if a product touched them."""
+    rows = torch.arange(2048)
+    window = (rows[None] <= rows[:, None]) & (rows[None] > rows[:, None] - 128)
+    call = replace(make_call(rows=2048, width=4, heads=1, mask=None), attn_mask=window)
+    widths = []
+    original = torch.mm
+
+    def counting(first: torch.Tensor, second: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        widths.append(first.shape[0] * second.shape[1])
+        return original(first, second, out=out)
+
+    monkeypatch.setattr(torch, "mm", counting)
+    list(blocks(four_dims(call), tile_bytes=1 << 20))
+    assert sum(widths) < 2048 * 2048 * 0.35
+
+
+def test_extra_memory_does_not_grow_with_the_scores() -> None:
+    sizes = []
+    original = torch.empty
+
+    def counting(*shape: int, **options: object) -> torch.Tensor:
+        made: torch.Tensor = original(*shape, **options)  # type: ignore[call-overload]
+        sizes.append(made.numel() * made.element_size())
+        return made
+
+    call = make_call(rows=4096, width=8, heads=1, mask="flag")
+    tracemalloc.start()
+    try:
+        module.torch.empty = counting  # type: ignore[assignment]
+        reference(call)
+    finally:
+        module.torch.empty = original
+        tracemalloc.stop()
+    assert max(sizes) <= module.TILE_BYTES["cpu"]
+
+
+@pytest.mark.parametrize("mask", ["causal", "float", "flag", None])
+def test_rows_of_one_head_give_the_same_result_as_in_the_whole_call(mask: str | None) -> None:
+    call = four_dims(make_call(batch=2, heads=8, kv_heads=2, layout="gqa", rows=40, mask=mask))
+    rows = torch.tensor([0, 5, 39])
+    part = rows_of(call, 1, 6, rows)
+    assert torch.allclose(reference(part).output[0, 0], reference(call).output[1, 6, rows], atol=1e-13)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(0, 5), (5, 0), (0, 0)])
+def test_empty_calls_have_empty_or_zero_results(rows: int, keys: int) -> None:
+    result = reference(make_call(rows=rows, keys=keys, mask=None))
+    assert result.output.shape == (1, 4, rows, 136)
+    assert not result.output.any()
+    assert not result.live.any()
+
+
+def test_key_and_value_of_different_length_are_refused() -> None:
+    call = make_call(mask=None)
+    with pytest.raises(ValueError, match="key has 33 positions, value has 32"):
+        reference(replace(call, value=call.value[:, :, :-1]))
+
+
+def test_reference_calls_no_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("SDPA was called")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", forbidden)
+    monkeypatch.setattr(torch._C._nn, "scaled_dot_product_attention", forbidden)
+    reference(make_call())
+
+
+def test_autocast_and_gradients_do_not_reach_into_the_reference() -> None:
+    call = make_call(dtype=torch.float32, rows=20)
+    plain = reference(call).output
+    call.query.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = reference(call).output
+    assert torch.equal(result, plain)
+    assert not result.requires_grad
+
+
+def test_mask_that_hides_everything_gives_zeros() -> None:
+    call = replace(make_call(), attn_mask=causal_mask(33, 33, 33))
+    assert not reference(call).output.any()
