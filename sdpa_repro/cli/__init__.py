@@ -1,0 +1,182 @@
+"""The command line: one file a verb, imported only when the verb is used.
+
+Everything that can go wrong ends in one line on stderr and one of these exit statuses: 0 nothing wrong
+found, 1 a divergence found, 2 bad usage or input, 3 seen live but not reproducible, 70 a bug in
+sdpa-repro itself, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from sdpa_repro.cli.output import PROGRAM, clean
+from sdpa_repro.errors import InputError
+from sdpa_repro.version import VERSION
+
+BAD_INPUT, INTERNAL, INTERRUPTED = 2, 70, 130
+COMPLETION = "_SDPA_REPRO_COMPLETE"
+"""Set by click's shell completion, which `main` leaves to click."""
+TRACEBACK = "SDPA_REPRO_TRACEBACK"
+
+VERBS = {
+    "capture": "Run a model or a script and dump the attention calls that go wrong.",
+    "show": "Describe a dump: tensors, layout, mask, where it came from.",
+    "replay": "Run a dump through every backend and say which one is wrong.",
+    "diagnose": "Capture, replay and report in one go.",
+    "known": "List the known upstream bugs, or try them on this machine.",
+}
+"""Verb (a module `cli/<verb>.py` that defines `command`) and its line in the help."""
+
+EPILOG = """\b
+Examples:
+  sdpa-repro diagnose                      the embedded tiny model, end to end
+  sdpa-repro capture --model ID --pad 7    one prefill of a model
+  sdpa-repro capture -- script.py ARGS     any script, unchanged
+  sdpa-repro replay dumps/x.pt             every backend against float64
+\b
+Exit status:
+  0    nothing wrong found          3    seen live, not reproducible
+  1    a divergence found           70   a bug in sdpa-repro
+  2    bad usage or bad input       130  interrupted
+"""
+
+REQUIREMENTS = {
+    "torch": "'torch>=2.5'",
+    "transformers": "'transformers>=5.13'",
+    "numpy": "'numpy>=1.26'",
+    "rich": "'rich>=13'",
+    "accelerate": "accelerate",
+    "PIL": "pillow",
+    "torchvision": "torchvision",
+    "sentencepiece": "sentencepiece",
+    "tiktoken": "tiktoken",
+    "matplotlib": "matplotlib",
+}
+"""What to install when a module is missing."""
+
+
+class Verbs(click.Group):
+    """A group whose commands are imported on use, so that `--help` needs neither torch nor transformers."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The verbs in the order in which they are used."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import `cli/<verb>.py` and return its `command`; None for a verb that does not exist."""
+        if cmd_name not in VERBS:
+            return None
+        command = importlib.import_module(f"sdpa_repro.cli.{cmd_name}").command
+        if not isinstance(command, click.Command):
+            raise TypeError(f"sdpa_repro.cli.{cmd_name}.command is not a click command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the verbs from the table above instead of importing each for its help."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+@click.group(
+    cls=Verbs,
+    invoke_without_command=True,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(VERSION, prog_name=PROGRAM)
+@click.pass_context
+def group(ctx: click.Context) -> None:
+    """Turn a wrong prefill into a verdict on scaled_dot_product_attention.
+
+    Captures the attention calls of a model with their exact memory layout, and replays each through
+    every backend against a float64 reference.
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+        ctx.exit(BAD_INPUT)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status; never raises, never prints a traceback unasked.
+
+    Not `group.main()`: that turns Ctrl-C and a closed pipe into statuses of its own.
+    """
+    try:
+        if COMPLETION in os.environ:
+            group.main(prog_name=PROGRAM)
+        with group.make_context(PROGRAM, list(sys.argv[1:] if arguments is None else arguments)) as context:
+            status = group.invoke(context)
+        sys.stdout.flush()
+    except SystemExit as stop:
+        return _status(stop.code)
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as wrong:
+        return _fail(f"{wrong.format_message()} {_hint(wrong)}".strip(), BAD_INPUT)
+    except InputError as wrong:
+        return _fail(str(wrong), BAD_INPUT)
+    except (KeyboardInterrupt, click.Abort):
+        return _fail("interrupted; results so far are kept", INTERRUPTED)
+    except BrokenPipeError:
+        return _closed_pipe()
+    except ModuleNotFoundError as missing:
+        return _missing(missing)
+    except Exception as bug:
+        return _internal(bug)
+    return _status(status)
+
+
+def _status(code: object) -> int:
+    """An exit status from what SystemExit carries or a command returns: None is 0, a text is an error."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code
+    return _fail(str(code), 1) if isinstance(code, str) else 0
+
+
+def _fail(text: str, status: int) -> int:
+    """One line on stderr."""
+    click.echo(f"error: {clean(text)}", err=True)
+    return status
+
+
+def _hint(wrong: click.ClickException) -> str:
+    """Where to read on after a usage error."""
+    context = wrong.ctx if isinstance(wrong, click.UsageError) else None
+    return f"Try '{context.command_path} --help'." if context is not None else ""
+
+
+def _missing(missing: ModuleNotFoundError) -> int:
+    """A dependency that is not installed is the user's to install; a missing module of ours is a bug."""
+    name = (missing.name or "").partition(".")[0]
+    if name not in REQUIREMENTS:
+        return _internal(missing)
+    return _fail(f"{name} is not installed; install it with: pip install {REQUIREMENTS[name]}", BAD_INPUT)
+
+
+def _closed_pipe() -> int:
+    """The reader went away (`| head`): stop silently, as a program killed by SIGPIPE would."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + getattr(signal, "SIGPIPE", 13)
+
+
+def _internal(bug: BaseException) -> int:
+    """Anything unforeseen: a bug in this program, unless the operating system refused something."""
+    if isinstance(bug, OSError) and bug.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT):
+        return _fail(f"{bug.strerror}: {bug.filename or 'a file'}", BAD_INPUT)
+    if os.environ.get(TRACEBACK):
+        traceback.print_exception(bug)
+    kind = type(bug).__name__
+    return _fail(
+        f"this is a bug in sdpa-repro: {kind}: {clean(str(bug))[:200]} (set {TRACEBACK}=1 to see the traceback)",
+        INTERNAL,
+    )

@@ -1,0 +1,225 @@
+"""What the command line prints: the answer, tables, the next command; one JSON document; notes on stderr.
+
+The answer and the tables go to stdout, progress and warnings to stderr. Colour appears only on a terminal
+and never with NO_COLOR set. A table is drawn by rich on a terminal and as aligned text everywhere else, so
+that nothing is cut from what is piped into a file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import sys
+import unicodedata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+
+from sdpa_repro.version import VERSION
+
+PROGRAM = "sdpa-repro"
+SCHEMA_VERSION = 1
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+_GAP = "  "
+
+
+def answer(text: str) -> None:
+    """Print the first line on stdout: the answer."""
+    click.echo(click.style(text, bold=True) if _colour(sys.stdout) else text)
+
+
+def line(text: str = "") -> None:
+    """Print one line on stdout."""
+    click.echo(text)
+
+
+def next_command(command: str) -> None:
+    """Print the last line on stdout: the command to run next, ready to paste.
+
+    A command that begins with `sdpa-repro` is written the way it can be started here (see `program`).
+    """
+    name, space, rest = command.partition(" ")
+    line(f"next: {program() if name == PROGRAM else name}{space}{rest}")
+
+
+def program() -> str:
+    """How to start this program from this shell: `sdpa-repro` when it is on PATH, else the way that works."""
+    beside = Path(sys.executable).parent / PROGRAM
+    found = shutil.which(PROGRAM)
+    if found and Path(found).resolve() == beside.resolve():
+        return PROGRAM
+    start = beside if beside.exists() else Path(sys.executable)
+    try:
+        text = shell(start.relative_to(Path.cwd()))
+    except ValueError:
+        text = shell(start)
+    return text if beside.exists() else f"{text} -m sdpa_repro"
+
+
+def progress(text: str) -> None:
+    """Tell on stderr what is going on."""
+    click.echo(text, err=True)
+
+
+def warn(text: str) -> None:
+    """Tell on stderr what may be wrong with what is printed."""
+    label = click.style("warning:", fg="yellow") if _colour(sys.stderr) else "warning:"
+    click.echo(f"{label} {text}", err=True)
+
+
+def document(schema: str, body: Mapping[str, Any]) -> None:
+    """Print the one JSON document of a `--json` run on stdout.
+
+    Numbers that JSON lacks (NaN, infinities) become the strings "nan", "inf" and "-inf".
+    """
+    head = {"schema": {"name": schema, "version": SCHEMA_VERSION}, "sdpa_repro": VERSION}
+    click.echo(json.dumps({**head, **_plain(body)}, indent=1, allow_nan=False))
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, styles: Sequence[str | None] | None = None) -> None:
+    """Print a table on stdout; `styles` gives a colour per row (for example "red"), used on a terminal only."""
+    cells = [[clean(str(cell)) for cell in row] for row in rows]
+    if _colour(sys.stdout) and _rich_table(headers, cells, styles):
+        return
+    width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else None
+    for text in aligned(headers, cells, width):
+        line(text)
+
+
+def aligned(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """The table as lines of aligned text; numbers to the right.
+
+    With a `width` the widest columns wrap until a line fits; without one (output into a file) nothing does.
+    """
+    columns = range(len(headers))
+    filled = [[row[column] if column < len(row) else "" for column in columns] for row in rows]
+    sizes = [max([_cells(headers[column]), *(_cells(row[column]) for row in filled)]) for column in columns]
+    if width is not None:
+        sizes = _shrunk(sizes, width)
+    right = [bool(filled) and all(_is_number(row[column]) for row in filled) for column in columns]
+    lines = _text_row(headers, sizes, right)
+    lines.append(_GAP.join("-" * size for size in sizes))
+    for row in filled:
+        lines.extend(_text_row(row, sizes, right))
+    return lines
+
+
+def shell(*words: object) -> str:
+    """The words as a POSIX shell command line, quoted so that it can be pasted."""
+    return " ".join(shlex.quote(str(word)) for word in words)
+
+
+def clean(text: str) -> str:
+    """Text from a dump or a model as one harmless line: no escape sequences or control characters.
+
+    Also dropped: marks that reorder or hide text on screen (Unicode category C). Spaces are kept as one.
+    """
+    text = re.sub(r"\s+", " ", _CONTROL.sub("", text))
+    return "".join(letter for letter in text if unicodedata.category(letter)[0] != "C").strip()
+
+
+def _colour(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal that wants colour (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _rich_table(headers: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str | None] | None) -> bool:
+    """Draw with rich; False where it is not installed."""
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ModuleNotFoundError:
+        return False
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for column, name in enumerate(headers):
+        numbers = bool(rows) and all(_is_number(row[column]) for row in rows if column < len(row))
+        drawn.add_column(Text(name), justify="right" if numbers else "left", overflow="fold")
+    for index, row in enumerate(rows):
+        style = styles[index] if styles is not None and index < len(styles) else None
+        drawn.add_row(*(Text(cell) for cell in row), style=style)
+    Console(highlight=False).print(drawn)
+    return True
+
+
+def _shrunk(sizes: list[int], width: int) -> list[int]:
+    """Column widths that fit into `width`: the widest column gives first, none below 8."""
+    sizes = list(sizes)
+    while sum(sizes) + len(_GAP) * (len(sizes) - 1) > width and max(sizes, default=0) > 8:
+        sizes[sizes.index(max(sizes))] -= 1
+    return sizes
+
+
+def _text_row(cells: Sequence[str], sizes: Sequence[int], right: Sequence[bool]) -> list[str]:
+    """One row as one or more lines, each cell wrapped to its column's width."""
+    wrapped = [_wrapped(cell, size) for cell, size in zip(cells, sizes, strict=True)]
+    lines = []
+    for index in range(max((len(parts) for parts in wrapped), default=0)):
+        texts = [
+            _padded(parts[index] if index < len(parts) else "", size, to_right)
+            for parts, size, to_right in zip(wrapped, sizes, right, strict=True)
+        ]
+        lines.append(_GAP.join(texts).rstrip())
+    return lines
+
+
+def _wrapped(text: str, size: int) -> list[str]:
+    """Break at spaces where there are any, inside a word that is longer than the column otherwise."""
+    parts = [""]
+    for word in text.split(" "):
+        joined = f"{parts[-1]} {word}" if parts[-1] else word
+        if _cells(joined) <= size:
+            parts[-1] = joined
+            continue
+        if parts[-1]:
+            parts.append("")
+        for letter in word:
+            if _cells(parts[-1] + letter) > size and parts[-1]:
+                parts.append("")
+            parts[-1] += letter
+    return parts
+
+
+def _padded(text: str, size: int, to_right: bool) -> str:
+    blank = " " * max(0, size - _cells(text))
+    return blank + text if to_right else text + blank
+
+
+def _cells(text: str) -> int:
+    """Columns that the text takes on a terminal: two for wide letters, none for combining marks."""
+    return sum(
+        0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
+        for letter in text
+    )
+
+
+def _is_number(text: str) -> bool:
+    """Whether a cell holds a number (or nothing), so that its column is set to the right."""
+    text = text.strip().removesuffix("×").removesuffix("%").removesuffix("s").strip()
+    if text in ("", "-", "–", "—"):
+        return True
+    try:
+        float(text.replace(",", ""))
+    except ValueError:
+        return False
+    return True
+
+
+def _plain(value: Any) -> Any:
+    """What `json.dumps` takes: tuples as lists, non-finite numbers and unknown objects as strings."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value)

@@ -1,0 +1,1 @@
+"""Emulated kernel bugs: files for `--preload`, and the two helpers they share."""

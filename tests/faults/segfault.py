@@ -1,0 +1,21 @@
+"""Emulates a kernel that reads an unmapped address: FLASH ends the process with SIGSEGV."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from emulation import Arguments, replace_flash
+
+
+def change(output: Tensor, arguments: Arguments) -> Tensor:
+    """Read address 0."""
+    ctypes.string_at(0)
+    return output
+
+
+replace_flash(change)
