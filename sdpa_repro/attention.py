@@ -68,7 +68,8 @@ class AttentionCall:
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> AttentionCall:
         """The same call over other tensors (names as in `tensors`)."""
-        return replace(self, **tensors)
+        changes: dict[str, Any] = dict(tensors)
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,11 @@ class Span:
 
     def overlaps(self, other: Span) -> bool:
         return self.start < other.stop and other.start < self.stop
+
+
+def is_rule(mask: Tensor | None) -> bool:
+    """Whether a mask is a `torch.nn.attention.bias.CausalBias`: it has a rule, and memory that means nothing."""
+    return getattr(mask, "variant", None) is not None
 
 
 def span(tensor: Tensor) -> Span:
@@ -137,12 +143,14 @@ def rebuild(
     """A copy of the call on `device` and in `dtype` with the layout of the original.
 
     Kept: shape, strides, pointer alignment, and overlap between tensors (value = key[..., :n] stays so).
-    `dtype` casts query, key, value and a floating-point mask; a bool mask stays bool. Casting rounds values
+    `dtype` casts query, key, value and a floating-point mask; a bool mask stays bool, a `CausalBias` (a rule whose
+    memory is never initialised) stays the object it is. Casting rounds values
     and may overflow: see `replaying.replay` for when such a cast is not comparable.
     """
     fresh: dict[str, Tensor] = {}
-    for names in memory_groups(call.tensors):
-        members = {name: call.tensors[name] for name in names}
+    tensors = {name: tensor for name, tensor in call.tensors.items() if not is_rule(tensor)}
+    for names in memory_groups(tensors):
+        members = {name: tensors[name] for name in names}
         if len({member.dtype for member in members.values()}) > 1:
             for name, member in members.items():
                 fresh.update(_rebuild_group({name: member}, dtype, device))
@@ -201,9 +209,9 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def map_dense(call: AttentionCall, *names: str) -> AttentionCall:
-    """The call with the named tensors made contiguous (all of them when none is named)."""
-    chosen = names or tuple(call.tensors)
-    return call.with_tensors({name: call.tensors[name].contiguous() for name in chosen if name in call.tensors})
+    """The call with the named tensors made contiguous, all when none is named; a `CausalBias` is left as it is."""
+    tensors = {name: tensor for name, tensor in call.tensors.items() if not is_rule(tensor)}
+    return call.with_tensors({name: tensors[name].contiguous() for name in names or tensors if name in tensors})
 
 
 def output_shape(call: AttentionCall) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ ORDER = [
     "visibility",
     "mask_scan",
     "mask_pattern",
+    "mask_picture",
     "mask",
     "recipe",
     "dumping",
