@@ -120,8 +120,19 @@ def compare(output: Tensor, expected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if output.shape[-1] == 0:
         zero = torch.zeros(output.shape[:-1], dtype=torch.float64, device=output.device)
         return zero, zero, torch.ones_like(zero, dtype=torch.bool)
-    largest = torch.finfo(output.dtype).max
-    fits = expected.abs() <= largest * (1 - unit_roundoff(output.dtype) * 8)
+    difference = (output.to(expected.dtype) - expected).abs_()
+    largest = difference.amax(-1)
+    rms = torch.linalg.vector_norm(difference, dim=-1) * output.shape[-1] ** -0.5
+    finite = torch.ones_like(largest, dtype=torch.bool)
+    odd = ~largest.isfinite()
+    if bool(odd.any()):
+        largest[odd], rms[odd], finite[odd] = _compare_nonfinite(output[odd], expected[odd])
+    return largest.double(), rms.double(), finite
+
+
+def _compare_nonfinite(output: Tensor, expected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`compare` for rows (n, Ev) with NaN or Inf on either side: what does not fit the dtype may be infinite."""
+    fits = expected.abs() <= torch.finfo(output.dtype).max * (1 - unit_roundoff(output.dtype) * 8)
     wrong = (fits & ~output.isfinite()).any(-1) | (expected.isnan().any(-1) & output.isfinite().all(-1))
     difference = torch.where(fits & output.isfinite(), output.to(expected.dtype) - expected, 0.0).abs()
     return difference.amax(-1), difference.square().mean(-1).sqrt(), ~wrong

@@ -114,3 +114,14 @@ def test_outputs_in_the_layout_of_a_transposed_projection_are_compared_in_place(
     call = make_call(batch=2, rows=50)
     output = computed(call).transpose(1, 2).contiguous().transpose(1, 2)
     assert check(call, output).status == "agrees"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_tensors_and_the_output_are_left_as_they_are(dtype: torch.dtype) -> None:
+    call = make_call(dtype=dtype)
+    output = computed(call) + 1
+    before = {name: tensor.clone() for name, tensor in call.tensors.items()}
+    kept = output.clone()
+    check(call, output)
+    assert torch.equal(output, kept)
+    assert all(torch.equal(before[name], tensor) for name, tensor in call.tensors.items())
