@@ -113,9 +113,13 @@ def viewed_once(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def empty_aligned(nbytes: int, align: int, device: torch.device | str) -> Tensor:
-    """Uninitialised uint8 memory of `nbytes` whose `data_ptr() % 256` is `align`."""
-    raw = torch.empty(nbytes + 2 * ALIGNMENT, dtype=torch.uint8, device=device)
+def empty_aligned(nbytes: int, align: int, device: torch.device | str, *, zero: bool = False) -> Tensor:
+    """uint8 memory of `nbytes` whose `data_ptr() % 256` is `align`; uninitialised unless `zero`.
+
+    Zeros come from the allocator, so that on a CPU the gaps of a sparse view never become resident.
+    """
+    make = torch.zeros if zero else torch.empty
+    raw = make(nbytes + 2 * ALIGNMENT, dtype=torch.uint8, device=device)
     first = (align - raw.data_ptr()) % ALIGNMENT
     return raw[first : first + nbytes]
 
@@ -171,8 +175,7 @@ def _rebuild_group(
     place = torch.device(device) if device is not None else first.device
     width = torch.empty((), dtype=target).element_size()
     align = start % ALIGNMENT // width * width
-    flat = empty_aligned(length // size * width, align, place).view(target)
-    flat.zero_()
+    flat = empty_aligned(length // size * width, align, place, zero=True).view(target)
     fresh = {}
     for name, member in members.items():
         offset = (member.data_ptr() - start) // size
@@ -189,6 +192,8 @@ def copy_view(source: Tensor, target: Tensor) -> None:
     A view that overlaps itself (`unfold`) is written in memory order from a flat span; any other one is
     copied with its expanded dimensions cut, so nothing outside the view is read or written.
     """
+    if source.dtype == torch.bool and target.dtype == torch.bool:  # a copy of bools would turn a stray byte 7 into 1
+        source, target = source.view(torch.uint8), target.view(torch.uint8)
     narrow_source, narrow_target = viewed_once(source), viewed_once(target)
     if overlaps_itself(narrow_source):
         count = (span_elements(source),)

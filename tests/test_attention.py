@@ -308,3 +308,12 @@ def test_rebuilding_changes_no_argument_but_the_tensors() -> None:
     copy = rebuild(call, dtype=torch.float32)
     assert (copy.scale, copy.enable_gqa, copy.is_causal, copy.dropout_p) == (0.5, True, False, 0.0)
     assert copy.with_tensors({"attn_mask": causal_mask(33, 33)}).attn_mask is not None
+
+
+def test_rebuild_keeps_every_byte_of_a_bool_mask() -> None:
+    call = make_call()
+    assert call.attn_mask is not None
+    call.attn_mask.view(torch.uint8)[0, 0, 5, 3] = 7
+    fresh = rebuild(call).attn_mask
+    assert fresh is not None
+    assert int(fresh.view(torch.uint8)[0, 0, 5, 3]) == 7
