@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import log
 
 import torch
 from torch import Tensor
@@ -38,13 +39,15 @@ class RowScale:
     With p the softmax weights, w the largest |value| and k the 2-norm of the key at a position:
     `weight` = Σ p·w; `spread` ≥ sqrt(Σ p²·w²), the effect of independent rounding of p (from
     max p · Σ p·w², which is exact for one key and for equal weights); `scores` = what a relative error of
-    1 in the scores would move, |query|·scale·Σ p·k·(w + |out|) + |max score|·(Σ p·w + |out|); `size` =
-    max |out|.
+    1 in every product of the scores would move, |query|·scale·Σ p·k·(w + |out|) + |max score|·(Σ p·w + |out|);
+    `rounded` = what a relative error of 1 in the scores themselves would move, at most
+    (|max score| + ln S + 1)·(Σ p·w + |out|), since p shrinks faster than a score falls; `size` = max |out|.
     """
 
     weight: Tensor
     spread: Tensor
     scores: Tensor
+    rounded: Tensor
     size: Tensor
     keys: int
     """S, the number of terms in a row's sums (hidden keys included)."""
@@ -125,16 +128,16 @@ def reference(call: AttentionCall, *, precision: torch.dtype = torch.float64) ->
         return torch.zeros(batches, heads, rows, dtype=precision, device=device)
 
     output = torch.zeros(batches, heads, rows, flat.value.shape[-1], dtype=precision, device=device)
-    weight, spread, scores, size = column(), column(), column(), column()
+    weight, spread, scores, rounded, size = (column() for _ in range(5))
     live = torch.zeros(batches, heads, rows, dtype=torch.bool, device=device)
     poisoned = torch.zeros_like(live)
     for block in blocks(flat, precision=precision):
         here = (block.batch, slice(block.head, block.head + block.heads), slice(block.first, block.last))
         output[here] = block.output
         weight[here], spread[here] = block.scale.weight, block.scale.spread
-        scores[here], size[here] = block.scale.scores, block.scale.size
+        scores[here], rounded[here], size[here] = block.scale.scores, block.scale.rounded, block.scale.size
         live[here], poisoned[here] = block.live, block.poisoned
-    scale = RowScale(weight, spread, scores, size, flat.key.shape[2])
+    scale = RowScale(weight, spread, scores, rounded, size, flat.key.shape[2])
     return Reference(output, scale, live, poisoned)
 
 
@@ -383,5 +386,7 @@ def _finish(
     weight, square, norm, product = (sums[..., width + column] / total for column in range(1, EXTRA))
     size = output.abs().amax(-1) if width else torch.zeros_like(total)
     length = rows.square().sum(-1).sqrt() * abs(call.softmax_scale)
+    keys = call.key.shape[2]
     scores = length * (product + norm * size) + top.abs() * (weight + size)
-    return output, RowScale(weight, (square / total).sqrt(), scores, size, call.key.shape[2])
+    rounded = (top.abs() + log(max(keys, 1)) + 1) * (weight + size)
+    return output, RowScale(weight, (square / total).sqrt(), scores, rounded, size, keys)

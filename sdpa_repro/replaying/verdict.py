@@ -31,6 +31,9 @@ NOISE_FACTOR = {"MATH": 5.0, "eager": 2.0}
 OUT, WEIGHTS, SUMS, SCORES = 2.0, 4.0, 16.0, 8.0
 """Floor: multiples of the unit roundoff for output, softmax weights, accumulated sums and scores."""
 
+ROUNDED = 4.0
+"""Floor of the explicit formula: multiples of the unit roundoff for scores that are rounded to the dtype."""
+
 DRIFT = 0.5
 """Floor: roundoffs per key by which a long sum of like-signed terms drifts, relative to the output."""
 
@@ -142,18 +145,19 @@ def floor(scale: RowScale, dtype: torch.dtype, path: str = "") -> Tensor:
     """Error that rounding explains in each row of a path that computes in `dtype`, shape as in `scale`.
 
     Kernels and MATH keep scores and sums in float32 (float64 for float64). The explicit formula ("eager")
-    rounds scores and weights to `dtype`, so there the scores' term carries the roundoff of `dtype`.
+    rounds the scores themselves to `dtype` several times over.
     """
     roundoff = unit_roundoff(dtype)
     accumulate = roundoff if dtype == torch.float64 else unit_roundoff(torch.float32)
-    scores = roundoff if path == "eager" else accumulate
+    rounded = roundoff if path == "eager" else 0.0
     subnormal = float(torch.finfo(dtype).smallest_normal) * float(torch.finfo(dtype).eps)
     return (
         OUT * roundoff * scale.size
         + WEIGHTS * roundoff * scale.spread
         + SUMS * accumulate * scale.weight
         + DRIFT * accumulate * scale.keys * scale.size
-        + SCORES * scores * scale.scores
+        + SCORES * accumulate * scale.scores
+        + ROUNDED * rounded * scale.rounded
         + OUT * subnormal
     )
 
