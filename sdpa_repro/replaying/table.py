@@ -1,0 +1,158 @@
+"""Runs the cells of the replay table: every backend in one dtype after the other, in a worker process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from sdpa_repro.dump import Dump
+from sdpa_repro.errors import InputError
+from sdpa_repro.replaying.backends import Backend, missing_reason
+from sdpa_repro.replaying.cells import Cell, judged, load_outputs
+from sdpa_repro.replaying.comparable import Values, values_of
+from sdpa_repro.replaying.conclusion import Live
+from sdpa_repro.replaying.verdict import RowErrors, Status, row_errors
+from sdpa_repro.replaying.worker import Outcome, Worker
+from sdpa_repro.switches import dtype_name
+
+NOISE = (Backend.MATH, Backend.EAGER)
+"""The paths whose errors are other paths' noise. They run first: a kernel that damages its process runs last."""
+
+ORDER = (*NOISE, *(backend for backend in Backend if backend not in NOISE))
+
+HUNG_SECONDS = 10.0
+"""A kernel that hung on this call gets this long in other cells, or 20 times what MATH took."""
+
+
+def choose_device(dump: Dump, requested: str | None) -> torch.device:
+    """Where to replay: as requested; else where a call that was wrong was captured; else a GPU if there is one.
+
+    Raises InputError for a device that is not there.
+    """
+    recorded = str(dump.context.get("device") or "cpu").partition(":")[0]
+    wrong = Live.of(dump.live, dump.context, dump.origin).wrong
+    name = requested or (recorded if wrong and _exists(recorded) else "cuda" if _exists("cuda") else "cpu")
+    try:
+        place = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"unknown device {name!r}: give cpu, cuda, cuda:1, …") from None
+    if not _exists(place.type):
+        raise InputError(f"this torch ({torch.__version__}) sees no {place.type} device: leave --device out or use cpu")
+    return place
+
+
+def _exists(kind: str) -> bool:
+    """Whether a tensor can be made on this type of device."""
+    try:
+        torch.empty(1, device=kind)
+    except Exception:
+        return False
+    return True
+
+
+class Table:
+    """The cells so far, and what is needed to run the next ones."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        folder: Path,
+        path: Path,
+        dump: Dump,
+        device: torch.device,
+        shown: Sequence[Backend],
+        runs: int,
+        timeout: float,
+        progress: Callable[[str], None] | None,
+    ) -> None:
+        self.worker, self.folder, self.path, self.dump, self.device = worker, folder, path, dump, device
+        self.shown, self.runs, self.timeout = shown, runs, timeout
+        self.say = progress or (lambda text: None)
+        self.captured: list[Cell] = []
+        self.cells: list[Cell] = []
+        self.first: Values | None = None
+        self.default = Outcome("declined")
+        self.failures: set[tuple[str, str]] = set()
+
+    def add(self, dtype: str) -> None:
+        """Run and judge every backend in one dtype."""
+        label = dtype_name(self.dump.call.query.dtype) if dtype == "captured" else dtype
+        self.say(f"{label}: reference")
+        values = values_of(self.dump, dtype, self.device, self.first)
+        if dtype == "captured":
+            self.first = values
+        if values.not_comparable:
+            reason = values.not_comparable
+            self.cells += [Cell(backend.value, label, Status.NOT_COMPARABLE, reason) for backend in self.shown]
+            return
+        wanted = [backend for backend in ORDER if backend in self.shown or backend in NOISE]
+        outcomes = {backend: self._run(backend, dtype, label) for backend in wanted}
+        errors = {backend: self._errors(backend, dtype, outcomes[backend], values) for backend in wanted}
+        noise = {backend.value: found for backend in NOISE if (found := errors[backend]) is not None}
+        cells = []
+        for backend in (backend for backend in Backend if backend in wanted):
+            cell = Cell(backend.value, label, Status.NOT_COMPARABLE)
+            path = self.saved(backend, dtype)
+            cells.append(judged(cell, outcomes[backend], path, errors[backend], values, noise))
+        if dtype == "captured":
+            self.captured = cells
+            self.default = outcomes.get(Backend.DEFAULT, self.default)
+        self.cells += [cell for cell in cells if Backend(cell.backend) in self.shown]
+
+    def saved(self, backend: Backend, dtype: str) -> Path:
+        """Where the worker saves a cell's outputs."""
+        return self.folder / f"{dtype}-{backend.value}.pt"
+
+    def _errors(self, backend: Backend, dtype: str, outcome: Outcome, values: Values) -> RowErrors | None:
+        """Row errors of an output, if there is one and it can be compared."""
+        if values.reference is None or not (outcome.kind == "done" or outcome.answer.get("noise_only")):
+            return None
+        return row_errors(load_outputs(self.saved(backend, dtype))["first"], values.reference)
+
+    def _run(self, backend: Backend, dtype: str, label: str) -> Outcome:
+        """One cell in the worker; a failure is confirmed once in a fresh process."""
+        missing = missing_reason(backend, self.device.type)
+        if missing:
+            return Outcome("declined", missing)
+        self.say(f"{label}: {backend.value}")
+        job = {
+            "do": "cell",
+            "dump": str(self.path.resolve()),
+            "device": str(self.device),
+            "dtype": dtype,
+            "backend": backend.value,
+            "runs": self.runs,
+            "output": str(self.saved(backend, dtype)),
+        }
+        limit = min(self.timeout, HUNG_SECONDS) if self._hung(backend) else self.timeout
+        outcome = self.worker.request(job, limit)
+        if outcome.kind not in ("crashed", "timeout", "error"):
+            return outcome
+        failure = (str(outcome.answer.get("chosen") or backend.value), outcome.kind)
+        if failure in self.failures or (outcome.kind == "error" and self._saw("error")):
+            return outcome
+        self.say(f"{label}: {backend.value}: {outcome.reason}; once more in a fresh process")
+        self.worker.close()
+        again = self.worker.request(job, limit)
+        if again.kind in ("crashed", "timeout", "error"):
+            self.failures.add(failure)
+            return outcome
+        return Outcome("unstable", f"{_past(outcome)}, then ran in a fresh process", again.answer)
+
+    def _saw(self, kind: str) -> bool:
+        """Whether a failure of this kind was confirmed: an exception in a process as fresh needs no second proof."""
+        return any(seen == kind for _, seen in self.failures)
+
+    def _hung(self, backend: Backend) -> bool:
+        kernels = {backend.value}
+        if backend is Backend.DEFAULT:
+            kernels.add(str(self.default.answer.get("chosen")))
+        return any((kernel, "timeout") in self.failures for kernel in kernels)
+
+
+def _past(outcome: Outcome) -> str:
+    """A failure in the past tense: "crashed once (SIGSEGV)"."""
+    word = {"crashed": "crashed", "timeout": "hung", "error": "raised an error"}[outcome.kind]
+    return f"{word} once ({outcome.reason})"
