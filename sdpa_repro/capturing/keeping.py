@@ -1,0 +1,193 @@
+"""Which calls are dumped, and when: wrong ones at once, the worst healthy one at the end, within the limits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdpa_repro import dump
+from sdpa_repro.attention import AttentionCall, memory_groups
+from sdpa_repro.capturing import folder
+from sdpa_repro.capturing.recorder import Seen, beside
+from sdpa_repro.capturing.records import CallRecord, Options
+from sdpa_repro.replaying.check import LiveCheck
+
+Judge = Callable[[AttentionCall, Tensor], LiveCheck]
+Describe = Callable[[CallRecord, AttentionCall], dict[str, Any]]
+"""The keywords of `dump.snapshot` for a call: context, origin, environment, live, preloaded. Asked for while
+the model's own modes are in force."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A dump on disk."""
+
+    record: CallRecord
+    file: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The worst healthy call so far, copied into memory."""
+
+    record: CallRecord
+    document: dict[str, Any]
+
+
+class Keeper:
+    """The dumps of one session: offered every call, it writes those that the options ask for."""
+
+    def __init__(self, out: Path, options: Options, judge: Judge, describe: Describe) -> None:
+        self.out = out
+        self.options = options
+        self.kept: list[Kept] = []
+        self._judge = judge
+        self._describe = describe
+        self._candidate: Candidate | None = None
+        self._ahead: Kept | None = None
+
+    def offer(self, record: CallRecord, seen: Seen) -> CallRecord:
+        """Dump the call if it is to be dumped now; the record with `kept`, or a note on what it would take.
+
+        Raises InputError when the dump cannot be written.
+        """
+        if self.options.everything:
+            ahead, self._ahead = self._ahead, None
+            full = ahead is None and len(self.kept) >= self.options.slots
+            return record if full else self._write(record, seen, ahead)
+        if record.wrong or record.status == "raised":
+            return self._urgent(record, seen)
+        best = self._candidate.record.severity if self._candidate is not None else (-1, 0.0)
+        if self.kept or record.severity <= best:
+            return record
+        if viewed_bytes(seen.call, seen.output) <= self.options.max_bytes:
+            self._candidate = Candidate(record, self._document(record, seen.call, seen.output))
+        return record
+
+    def ahead(self, record: CallRecord, seen: Seen) -> None:
+        """Dump a call's inputs before it runs: it may crash the process. Raises InputError."""
+        self._write(record, seen, None)
+        self._ahead = next((each for each in self.kept if each.record.index == record.index), None)
+
+    def finish(self) -> CallRecord | None:
+        """Write the worst healthy call when nothing else was written; its record. Raises InputError."""
+        candidate, self._candidate = self._candidate, None
+        if candidate is None or self.kept:
+            return None
+        return self._save(candidate.record, candidate.document, None)
+
+    def _urgent(self, record: CallRecord, seen: Seen) -> CallRecord:
+        """A call that is wrong or raised: into a free slot, or instead of the least bad dump."""
+        if len(self.kept) < self.options.slots:
+            return self._write(record, seen, None)
+        least = min(self.kept, key=lambda each: each.record.severity)
+        if record.severity > least.record.severity:
+            return self._write(record, seen, least)
+        return record
+
+    def _write(self, record: CallRecord, seen: Seen, instead_of: Kept | None) -> CallRecord:
+        """Dump the call, or those of its batch rows that fit and fail, or note how much room it needs."""
+        room = self.options.max_bytes - sum(each.nbytes for each in self.kept if each is not instead_of)
+        call, output, note = seen.call, seen.output, ""
+        needed = viewed_bytes(call, output)
+        if needed > room:
+            part = self._part(record, seen, room)
+            if part is None:
+                return replace(record, note=f"not kept: needs {needed} bytes, {max(room, 0)} left of --max-bytes")
+            call, output, note = part
+        record = replace(record, note=note)
+        return self._save(record, self._document(record, call, output), instead_of)
+
+    def _part(self, record: CallRecord, seen: Seen, room: int) -> tuple[AttentionCall, Tensor, str] | None:
+        """The guilty batch rows alone, if they fit into `room` bytes and still fail when run by themselves."""
+        if not record.wrong or seen.call.query.dim() != 4:
+            return None
+        batch = seen.call.query.shape[0]
+        for first, last in _batches(record, batch):
+            call = batch_rows(seen.call, first, last)
+            if viewed_bytes(call, seen.output[first:last] if seen.output is not None else None) > room:
+                continue
+            output = seen.again(call)
+            if self._judge(call, output).wrong:
+                rows = f"batch row {first}" if last == first + 1 else f"batch rows {first}-{last - 1}"
+                return call, output, f"{rows} of {batch} alone, to fit into --max-bytes"
+        return None
+
+    def _document(self, record: CallRecord, call: AttentionCall, output: Tensor | None) -> dict[str, Any]:
+        keywords = self._describe(record, call)
+        return beside(call, lambda: dump.snapshot(call, output, **keywords))
+
+    def _save(self, record: CallRecord, document: dict[str, Any], instead_of: Kept | None) -> CallRecord:
+        rows, keys = record.query[-2], record.key[-2]
+        name = folder.stem_of(record.module, folder.layer_of(record.module), record.index, rows, keys)
+        file, nbytes = folder.add(
+            self.out,
+            name,
+            lambda path: dump.save(document, path),
+            _line(record),
+            instead_of=instead_of.file if instead_of is not None else None,
+        )
+        record = replace(record, kept=file)
+        self.kept = [each for each in self.kept if each is not instead_of]
+        self.kept.append(Kept(record, file, nbytes))
+        self.kept.sort(key=lambda each: each.record.severity, reverse=True)
+        self._candidate = None
+        return record
+
+
+def _line(record: CallRecord) -> dict[str, Any]:
+    """The index's entry for a dump."""
+    return {
+        "module": record.module,
+        "call_index": record.index,
+        "phase": record.phase,
+        "kernel": record.kernel,
+        "live_ratio": record.ratio,
+        "healthy": record.status == "agrees",
+        "rank": record.rank,
+        "status": record.status,
+    }
+
+
+def _batches(record: CallRecord, batch: int) -> Iterator[tuple[int, int]]:
+    """Ranges of batch rows to try: all guilty ones when they are fewer than all, then each alone."""
+    guilty = sorted({row[0] for row in record.rows})
+    if guilty and guilty[-1] + 1 - guilty[0] < batch:
+        yield guilty[0], guilty[-1] + 1
+    if batch > 1:
+        yield from ((each, each + 1) for each in guilty)
+
+
+def batch_rows(call: AttentionCall, first: int, last: int) -> AttentionCall:
+    """Batch rows [first, last) of a call of four dimensions, as views."""
+    fresh = {}
+    for name, tensor in call.tensors.items():
+        whole = tensor.dim() < 4 or tensor.shape[0] == 1
+        fresh[name] = tensor if whole else tensor.narrow(0, first, last - first)
+    return call.with_tensors(fresh)
+
+
+def viewed_bytes(call: AttentionCall, output: Tensor | None = None) -> int:
+    """Bytes of the elements that the views cover, each once; bool masks at an eighth, as a dump packs them.
+
+    Views that share memory count as the larger of them.
+    """
+    tensors = {name: tensor for name, tensor in call.tensors.items() if getattr(tensor, "variant", None) is None}
+    total = 0
+    for names in memory_groups(tensors):
+        sizes = [_bytes_of(tensors[name]) for name in names]
+        shared = len(names) > 1 and len({tensors[name].data_ptr() for name in names}) < len(names)
+        total += max(sizes) if shared else sum(sizes)
+    return total + (_bytes_of(output) if output is not None else 0)
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    count = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
+    return -(-count // 8) if tensor.dtype == torch.bool else count * tensor.element_size()

@@ -1,0 +1,81 @@
+"""Capture one prefill of a model: every padded length that is asked for, under one session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdpa_repro.capturing import report
+from sdpa_repro.capturing.prefill import forward, padded, prepare, totals
+from sdpa_repro.capturing.recorder import Stopped, listening
+from sdpa_repro.capturing.records import Options
+from sdpa_repro.capturing.session import Session
+from sdpa_repro.environment import preload as run_preloads
+from sdpa_repro.environment import software
+
+if TYPE_CHECKING:
+    from sdpa_repro.capturing.options import PrefillOptions
+    from sdpa_repro.capturing.prefill import Prefill
+
+
+def capture_model(
+    prefill_options: PrefillOptions,
+    out: str | os.PathLike[str],
+    options: Options,
+    *,
+    preload: Sequence[str | os.PathLike[str]] = (),
+    origin: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None],
+) -> report.Report:
+    """Run the model once for each total length and report; `preload` is run in this process first.
+
+    Raises InputError for what the user can mend: the model, the inputs, the folder, a preload file.
+    """
+    preloaded = run_preloads([Path(path) for path in preload])
+    prefill = prepare(prefill_options, progress)
+    lengths = totals(prefill, prefill_options)
+    for line in [*surroundings(prefill), *prefill.notes]:
+        progress(line)
+    facts = {"model": prefill.name, **(origin or {})}
+    session = Session(out, options, progress=progress, origin=facts, preloaded=preloaded)
+    interrupted = False
+    try:
+        with listening(session):
+            for total in lengths:
+                progress(f"total length {total} ({total - prefill.length} of padding): {residues(total)}")
+                session.note(total_length=total, padding=_padding(prefill, total))
+                forward(prefill, padded(prefill, total))
+    except Stopped:
+        progress("stopped at the first wrong call")
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        session.close()
+    found = report.of_session(session.summary(), Path(out), preloaded)
+    found["environment"] = software(prefill.device)
+    found["interrupted"] = interrupted
+    return found
+
+
+def surroundings(prefill: Prefill) -> list[str]:
+    """What is being tested, in lines for the user: torch, transformers, GPU and driver, model."""
+    found = software(prefill.device)
+    lines = [f"torch {found['torch']} at {found['torch_path']}", f"transformers {found['transformers']}"]
+    if found.get("gpu"):
+        lines.append(f"{found['gpu']}, compute capability {found.get('capability')}, driver {found.get('driver')}")
+    else:
+        lines.append(f"no GPU in use, CPU capability {found.get('cpu')}")
+    lines.append(f"{prefill.name}, {str(prefill.dtype).removeprefix('torch.')} on {prefill.device}")
+    lines.append(f"prompt of {prefill.length} tokens, padded on the {prefill.padding_side}")
+    return lines
+
+
+def residues(length: int) -> str:
+    """The remainders that decide whether a kernel has a partly filled tile of query rows."""
+    return f"length % 32 == {length % 32}, length % 64 == {length % 64}"
+
+
+def _padding(prefill: Prefill, total: int) -> dict[str, Any]:
+    return {"tokens": total - prefill.length, "side": prefill.padding_side}

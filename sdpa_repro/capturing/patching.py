@@ -1,0 +1,113 @@
+"""Replace functions of torch wherever a loaded module refers to them, and put them back.
+
+A replacement has to pass for the function it replaces: torch hands the object it finds under
+`torch._C._nn` to `__torch_function__`, and users compare it or look it up in tables; Dynamo keeps such a
+table too, and TorchScript one by `id`. Hence a callable object that equals and hashes like the original,
+and not a Python function (which, as a class attribute, would also bind `self`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from sdpa_repro.capturing.after_import import AfterImport, after_import, forget
+
+Observer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Called as (original function, args, kwargs); does the call and returns its result."""
+
+
+class Replacement:
+    """Stands in for `original`, which lives as `name` in `module`; every call goes to `observer`."""
+
+    def __init__(self, original: Any, observer: Observer, module: str, name: str) -> None:
+        self.original = original
+        self.observer = observer
+        self._home = (_ByName(module), name)
+        for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(self, attribute, getattr(original, attribute, None))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.observer(self.original, args, kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.original
+
+    def __hash__(self) -> int:
+        return hash(self.original)
+
+    def __repr__(self) -> str:
+        return repr(self.original)
+
+    def __copy__(self) -> Replacement:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replacement:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by name, so that what is saved under the recorder loads without it."""
+        return getattr, self._home
+
+
+@dataclass(frozen=True)
+class _ByName:
+    """Pickles as a module."""
+
+    module: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_module, (self.module,)
+
+
+class Patch:
+    """Replacements in place from construction to `restore`."""
+
+    def __init__(self, replacements: Iterable[Replacement]) -> None:
+        self.replacements = tuple(replacements)
+        self._swap({id(each.original): each for each in self.replacements})
+        self._tell_torchscript()
+        self._pending: AfterImport | None = after_import("torch._dynamo", self._tell_dynamo)
+
+    def restore(self) -> None:
+        """Put the originals back, also where a module imported meanwhile took a replacement."""
+        forget(self._pending)
+        self._swap({id(each): each.original for each in self.replacements})
+        self._tell_torchscript()
+
+    def _swap(self, new: dict[int, Any]) -> None:
+        for module, name, value in attributes():
+            if id(value) in new and new[id(value)] is not value:
+                module.__dict__[name] = new[id(value)]
+
+    def _tell_torchscript(self) -> None:
+        """Its table goes by `id` and may have been built before or while the replacements were in place."""
+        builtins: Any = sys.modules.get("torch.jit._builtins")
+        table = getattr(builtins, "_builtin_table", None)
+        if table is None:
+            return
+        for each in self.replacements:
+            known = table.get(id(each.original)) or table.get(id(each))
+            if known is not None:
+                table[id(each.original)] = table[id(each)] = known
+
+    def _tell_dynamo(self) -> None:
+        """Let `torch.compile` write calls of the replacements into its graph, as it does for the originals."""
+        from torch.compiler import allow_in_graph
+
+        for each in self.replacements:
+            allow_in_graph(each)
+
+
+def attributes() -> Iterator[tuple[ModuleType, str, Any]]:
+    """Every attribute of every loaded module; read from `__dict__`, so that no lazy module is woken up."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None) if isinstance(module, ModuleType) else None
+        if names is None or module.__name__.startswith("sdpa_repro.capturing"):
+            continue
+        for name, value in list(names.items()):
+            yield module, name, value

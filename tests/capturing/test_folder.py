@@ -1,0 +1,106 @@
+"""The index of a folder of dumps: whole lines, no line for a missing file, several writers at once."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from sdpa_repro.capturing import folder
+from sdpa_repro.errors import InputError
+
+
+def write(path: Path) -> int:
+    return path.write_bytes(b"dump")
+
+
+def files(path: Path) -> list[str]:
+    return [entry["file"] for entry in folder.entries(path)]
+
+
+def test_a_dump_gets_a_line_and_a_name_of_its_own(tmp_path: Path) -> None:
+    first = folder.add(tmp_path, "L05-self_attn-call12-289x289", write, {"healthy": False})
+    second = folder.add(tmp_path, "L05-self_attn-call12-289x289", write, {"healthy": True})
+    assert first == ("L05-self_attn-call12-289x289.pt", 4)
+    assert second == ("L05-self_attn-call12-289x289-2.pt", 4)
+    assert [json.loads(line) for line in (tmp_path / "index.jsonl").read_text().splitlines()] == [
+        {"file": first[0], "healthy": False},
+        {"file": second[0], "healthy": True},
+    ]
+
+
+def test_a_replaced_dump_is_gone_from_index_and_disk(tmp_path: Path) -> None:
+    old, _ = folder.add(tmp_path, "a", write, {})
+    folder.add(tmp_path, "b", write, {})
+    folder.add(tmp_path, "c", write, {}, instead_of=old)
+    assert files(tmp_path) == ["b.pt", "c.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.pt", "c.pt", "index.jsonl"]
+
+
+def test_a_dump_can_be_replaced_under_its_own_name(tmp_path: Path) -> None:
+    old, _ = folder.add(tmp_path, "a", write, {"status": "unchecked"})
+    assert folder.add(tmp_path, "a", write, {"status": "agrees"}, instead_of=old) == ("a.pt", 4)
+    assert folder.entries(tmp_path) == [{"file": "a.pt", "status": "agrees"}]
+
+
+def test_nothing_is_left_of_a_dump_that_cannot_be_written(tmp_path: Path) -> None:
+    def full(path: Path) -> int:
+        raise InputError("no space")
+
+    with pytest.raises(InputError):
+        folder.add(tmp_path, "a", full, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_removed_dump_leaves_the_others(tmp_path: Path) -> None:
+    for stem in "abc":
+        folder.add(tmp_path, stem, write, {})
+    folder.remove(tmp_path, "b.pt")
+    assert files(tmp_path) == ["a.pt", "c.pt"]
+    assert not (tmp_path / "b.pt").exists()
+
+
+def test_a_torn_line_costs_itself_only(tmp_path: Path) -> None:
+    folder.add(tmp_path, "a", write, {})
+    with (tmp_path / "index.jsonl").open("a") as index:
+        index.write('{"file": "torn')
+    folder.add(tmp_path, "b", write, {})
+    assert files(tmp_path) == ["a.pt", "b.pt"]
+
+
+def test_numbers_that_json_lacks_are_written_as_text(tmp_path: Path) -> None:
+    folder.add(tmp_path, "a", write, {"live_ratio": float("inf")})
+    assert folder.entries(tmp_path) == [{"file": "a.pt", "live_ratio": "inf"}]
+
+
+def test_writers_at_once_lose_no_line_and_share_no_name(tmp_path: Path) -> None:
+    def work() -> None:
+        mine = None
+        for _ in range(10):
+            mine, _ = folder.add(tmp_path, "same", write, {}, instead_of=mine)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(files(tmp_path)) == len(set(files(tmp_path))) == 8
+    assert sorted(files(tmp_path)) == sorted(path.name for path in tmp_path.glob("*.pt"))
+
+
+@pytest.mark.parametrize(
+    ("module", "stem"),
+    [
+        ("model.language_model.layers.5.self_attn", "L05-self_attn-call12-289x290"),
+        ("encoder.11", "L11-encoder-call12-289x290"),
+        ("MultiheadAttention", "MultiheadAttention-call12-289x290"),
+        ("generate.py:123", "generate-call12-289x290"),
+        ("<string>:1", "string-call12-289x290"),
+        ("a/../../b c\n", "b_c-call12-289x290"),
+        ("", "call-call12-289x290"),
+    ],
+)
+def test_names_mean_something_and_are_safe(module: str, stem: str) -> None:
+    assert folder.stem_of(module, folder.layer_of(module), 12, 289, 290) == stem

@@ -1,0 +1,447 @@
+"""What a session keeps: records, phases, selection, limits, the index, and an error when nothing was seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sdpa_repro import dump
+from sdpa_repro.attention import AttentionCall
+from sdpa_repro.capturing import Session, capture
+from sdpa_repro.errors import InputError
+from tests.calls import make_call
+
+Plant = Callable[[str], None]
+
+
+def run(call: AttentionCall) -> Tensor:
+    with torch.no_grad():
+        return F.scaled_dot_product_attention(call.query, call.key, call.value, **call.keywords)
+
+
+def failing(seed: int = 0, batch: int = 1) -> AttentionCall:
+    """A call that the emulation of pytorch#191937 gets wrong in its last row."""
+    return make_call(batch=batch, rows=33, width=136, seed=seed)
+
+
+def healthy(rows: int = 32) -> AttentionCall:
+    return make_call(rows=rows, width=136)
+
+
+def index(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "index.jsonl").read_text().splitlines()]
+
+
+def index_is_sound(folder: Path) -> bool:
+    """Every line's file can be read, and every dump has a line."""
+    files = [line["file"] for line in index(folder)]
+    for file in files:
+        dump.load(folder / file)
+    return sorted(files) == sorted(path.name for path in folder.glob("*.pt"))
+
+
+def test_the_worst_healthy_call_is_kept_when_none_is_wrong(tmp_path: Path) -> None:
+    with capture(tmp_path) as session:
+        for rows in (5, 33, 17):
+            run(healthy(rows))
+    worst = max(session.calls, key=lambda call: call.ratio)
+    assert [call.index for call in session.calls if call.kept] == [worst.index]
+    assert session.dumps == [tmp_path / str(worst.kept)]
+    (line,) = index(tmp_path)
+    assert line["healthy"] is True
+    assert line["call_index"] == worst.index
+
+
+def test_wrong_calls_are_kept_and_healthy_ones_are_not(tmp_path: Path, plant: Plant) -> None:
+    plant("pytorch_191937")
+    with capture(tmp_path) as session:
+        run(healthy())
+        run(failing())
+        run(healthy())
+    assert [call.status for call in session.calls] == ["agrees", "diverges", "agrees"]
+    assert [call.kept is not None for call in session.calls] == [False, True, False]
+    wrong = session.calls[1]
+    assert wrong.wrong_rows == 4
+    assert wrong.rows == ((0, 0, 32), (0, 1, 32), (0, 2, 32), (0, 3, 32))
+    assert wrong.ratio > 10
+    assert index_is_sound(tmp_path)
+
+
+def test_a_wrong_call_is_on_disk_before_the_next_one(tmp_path: Path, plant: Plant) -> None:
+    plant("pytorch_191937")
+    with capture(tmp_path) as session:
+        run(failing())
+        assert index_is_sound(tmp_path)
+        assert len(index(tmp_path)) == 1
+        assert session.dumps == [tmp_path / index(tmp_path)[0]["file"]]
+
+
+def test_what_was_kept_survives_an_exception_in_the_block(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        run(healthy())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), capture(tmp_path):
+        interrupted()
+    assert index_is_sound(tmp_path)
+    assert len(index(tmp_path)) == 1
+
+
+def test_a_dump_holds_the_call_its_output_and_where_it_came_from(tmp_path: Path, plant: Plant) -> None:
+    plant("pytorch_191937")
+    call = failing()
+    with capture(tmp_path, origin={"model": "a model", "command": "a test"}) as session:
+        session.note(total_length=33, padding={"tokens": 4, "side": "left"})
+        output = run(call)
+    found = dump.load(session.dumps[0])
+    assert dump.layout_differences(found.call, call) == []
+    assert found.output is not None
+    assert torch.equal(found.output, output)
+    assert torch.equal(found.call.query, call.query)
+    assert found.origin["model"] == "a model"
+    assert found.origin["total_length"] == 33
+    assert found.origin["padding"] == {"tokens": 4, "side": "left"}
+    assert found.origin["call_index"] == 0
+    assert found.origin["phase"] == "prefill"
+    assert found.live is not None
+    assert found.live["ran"] == "FLASH_ATTENTION"
+    assert found.live["ratio"] == session.calls[0].ratio
+    assert found.live["rows"] == [[0, head, 32] for head in range(4)]
+    assert found.context["grad"] is False
+    assert found.environment["torch"] == torch.__version__
+
+
+def test_requires_grad_is_recorded_of_the_live_tensors(tmp_path: Path) -> None:
+    call = make_call(mask=None, dtype=torch.float32)
+    query = call.query.requires_grad_()
+    with capture(tmp_path) as session:
+        F.scaled_dot_product_attention(query, call.key, call.value)
+    context = dump.load(session.dumps[0]).context
+    assert context["grad"] is True
+    assert context["requires_grad"] == {"query": True, "key": False, "value": False}
+
+
+def test_preloaded_files_are_in_every_dump(tmp_path: Path) -> None:
+    with capture(tmp_path, preloaded=[{"name": "fault.py", "sha256": "0" * 64}]) as session:
+        run(healthy())
+    assert dump.load(session.dumps[0]).preloaded == [{"name": "fault.py", "sha256": "0" * 64}]
+
+
+class Layer(nn.Module):
+    def forward(self, call: AttentionCall) -> Tensor:
+        return run(call)
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"self_attn": Layer()}) for _ in range(3))
+
+    def forward(self, call: AttentionCall) -> None:
+        for layer in self.layers:
+            layer["self_attn"](call)  # type: ignore[index]
+
+
+def test_names_tell_layer_module_call_and_lengths(tmp_path: Path) -> None:
+    with capture(tmp_path, keep="all") as session:
+        Decoder()(make_call(rows=5, keys=9, mask=None))
+    assert [path.name for path in session.dumps] == [f"L0{n}-self_attn-call{n}-5x9.pt" for n in range(3)]
+    assert [call.module for call in session.calls] == [f"layers.{n}.self_attn" for n in range(3)]
+
+
+def test_a_name_that_is_taken_is_not_overwritten(tmp_path: Path) -> None:
+    for _ in range(3):
+        with capture(tmp_path):
+            run(healthy())
+    names = [line["file"] for line in index(tmp_path)]
+    assert names == ["test_session-call0-32x32.pt", "test_session-call0-32x32-2.pt", "test_session-call0-32x32-3.pt"]
+    assert index_is_sound(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "phase"),
+    [(5, 5, "prefill"), (5, 9, "prefill"), (1, 9, "decode"), (1, 1, "unknown"), (9, 5, "unknown")],
+)
+def test_phases_follow_from_the_lengths(tmp_path: Path, rows: int, keys: int, phase: str) -> None:
+    with capture(tmp_path) as session:
+        run(make_call(rows=rows, keys=keys, mask=None))
+    assert session.calls[0].phase == phase
+
+
+def test_a_phase_can_be_selected_and_unknown_ones_stay(tmp_path: Path) -> None:
+    with capture(tmp_path, phase="decode") as session:
+        for rows, keys in ((5, 5), (1, 5), (1, 1)):
+            run(make_call(rows=rows, keys=keys, mask=None))
+    assert [call.index for call in session.calls] == [1, 2]
+
+
+@pytest.mark.parametrize("pattern", ["layers.1.", "*.1.self_attn", "layers.1.self_attn"])
+def test_a_module_can_be_selected(tmp_path: Path, pattern: str) -> None:
+    with capture(tmp_path, module=pattern) as session:
+        Decoder()(healthy())
+    assert [call.index for call in session.calls] == [1]
+
+
+def test_a_single_call_can_be_selected_and_is_dumped_whatever_comes_of_it(tmp_path: Path) -> None:
+    with capture(tmp_path, call=1) as session:
+        Decoder()(healthy())
+    assert [(call.index, call.kept) for call in session.calls] == [(1, "L01-self_attn-call1-32x32.pt")]
+    assert len(index(tmp_path)) == 1
+
+
+def test_the_inputs_of_a_selected_call_are_on_disk_before_it_runs(tmp_path: Path, plant: Plant) -> None:
+    before: list[dict[str, Any]] = []
+    original = F.scaled_dot_product_attention
+
+    def spy(*args: Any, **kwargs: Any) -> Tensor:
+        before.extend(index(tmp_path))
+        return original(*args, **kwargs)
+
+    F.scaled_dot_product_attention = spy
+    try:
+        with capture(tmp_path, call=0) as session:
+            run(healthy())
+    finally:
+        F.scaled_dot_product_attention = original
+    assert [line["status"] for line in before] == ["unchecked"]
+    assert [line["status"] for line in index(tmp_path)] == ["agrees"]
+    assert dump.load(session.dumps[0]).output is not None
+    assert index_is_sound(tmp_path)
+
+
+def test_all_calls_can_be_kept(tmp_path: Path) -> None:
+    with capture(tmp_path, keep="all") as session:
+        for _ in range(10):
+            run(healthy())
+    assert len(session.dumps) == 10
+    assert all(call.kept for call in session.calls)
+
+
+def test_only_the_worst_can_be_kept_wrong_or_not(tmp_path: Path, plant: Plant) -> None:
+    plant("pytorch_191937")
+    with capture(tmp_path, keep="worst") as session:
+        run(healthy())
+        for seed in range(4):
+            run(failing(seed))
+    worst = max(session.calls, key=lambda call: call.ratio)
+    assert [call.index for call in session.calls if call.kept] == [worst.index]
+    assert index_is_sound(tmp_path)
+
+
+def test_a_worse_call_replaces_the_least_bad_dump(tmp_path: Path, plant: Plant) -> None:
+    plant("pytorch_191937")
+    with capture(tmp_path, max_dumps=2) as session:
+        for seed in range(6):
+            run(failing(seed))
+    ratios = sorted((call.ratio for call in session.calls), reverse=True)
+    kept = [call for call in session.calls if call.kept]
+    assert sorted((call.ratio for call in kept), reverse=True) == ratios[:2]
+    assert sorted(line["live_ratio"] for line in index(tmp_path)) == sorted(ratios[:2])
+    assert session.dumps[0].name == max(session.calls, key=lambda call: call.ratio).kept
+    assert index_is_sound(tmp_path)
+
+
+def test_records_of_replaced_dumps_say_that_they_are_not_kept(tmp_path: Path, plant: Plant) -> None:
+    plant("pytorch_191937")
+    with capture(tmp_path, max_dumps=1) as session:
+        for seed in range(6):
+            run(failing(seed))
+    assert len([call for call in session.calls if call.kept]) == 1
+
+
+def test_the_run_stops_at_the_first_wrong_call_when_asked_to(tmp_path: Path, plant: Plant) -> None:
+    plant("pytorch_191937")
+    reached = []
+    with capture(tmp_path, stop_at_first=True) as session:
+        run(healthy())
+        run(failing())
+        reached.append("after")
+    assert reached == []
+    assert [call.status for call in session.calls] == ["agrees", "diverges"]
+    assert len(session.dumps) == 1
+
+
+def test_a_dump_too_big_keeps_the_guilty_batch_rows(tmp_path: Path, plant: Plant) -> None:
+    plant("pytorch_191937")
+    call = failing(batch=8)
+    mask = call.attn_mask
+    assert mask is not None
+    rows = torch.ones(8, 1, 33, 33, dtype=torch.bool)
+    rows[:] = mask[0]
+    rows[:5, :, 0] = rows[:5, :, -1]
+    call = dataclasses.replace(call, attn_mask=rows)
+    with capture(tmp_path, max_bytes=200_000) as session:
+        run(call)
+    (record,) = session.calls
+    assert {row[0] for row in record.rows} == {5, 6, 7}
+    assert record.kept is not None
+    assert "batch row" in record.note
+    found = dump.load(session.dumps[0])
+    assert found.call.query.shape[0] < 8
+    assert found.call.key.stride(1) == 0
+    assert found.origin["note"] == record.note
+    assert session.dumps[0].stat().st_size < 250_000
+
+
+def test_a_dump_too_big_says_how_much_it_needs(tmp_path: Path, plant: Plant) -> None:
+    plant("pytorch_191937")
+    with capture(tmp_path, max_bytes=1000) as session:
+        run(failing())
+    (record,) = session.calls
+    assert record.kept is None
+    query = output = 4 * 33 * 136 * 2
+    key_and_value = 2 * 33 * 136 * 2
+    mask = -(-33 * 33 // 8)
+    assert f"needs {query + output + key_and_value + mask} bytes" in record.note
+    assert session.dumps == []
+
+
+def test_without_the_live_check_the_first_calls_are_kept_unchecked(tmp_path: Path) -> None:
+    with capture(tmp_path, check=False, max_dumps=2) as session:
+        for _ in range(4):
+            run(healthy())
+    assert [call.status for call in session.calls] == ["unchecked"] * 4
+    assert [call.kept is not None for call in session.calls] == [True, True, False, False]
+
+
+def test_nothing_seen_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no scaled_dot_product_attention call was seen") as error, capture(tmp_path):
+        torch.ones(3)
+    assert "\n" not in str(error.value)
+
+
+def test_calls_in_other_threads_alone_are_an_error_that_names_the_thread(tmp_path: Path) -> None:
+    def elsewhere() -> None:
+        thread = threading.Thread(target=run, args=(healthy(),), name="decoder thread")
+        thread.start()
+        thread.join()
+
+    with pytest.raises(InputError, match=r"1 calls in thread 'decoder thread'.*all_threads=True"), capture(tmp_path):
+        elsewhere()
+
+
+def test_child_processes_are_named_when_nothing_was_seen(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    with pytest.raises(InputError, match=r"child processes.*sdpa-repro capture -- script\.py"), capture(tmp_path):
+        subprocess.run([sys.executable, "-c", "sum(range(3_000_000))"], check=True)
+
+
+def test_models_with_another_attention_implementation_are_named(tmp_path: Path) -> None:
+    class Config:
+        _attn_implementation = "flash_attention_2"
+
+    class SomeModel(nn.Module):
+        config = Config()
+
+        @classmethod
+        def from_pretrained(cls) -> None: ...
+
+    model = SomeModel()
+    with pytest.raises(InputError, match="SomeModel uses attn_implementation='flash_attention_2'"), capture(tmp_path):
+        model.eval()
+
+
+def test_a_selection_that_matches_nothing_says_what_there_was(tmp_path: Path) -> None:
+    reason = r"none of the 3 .*--module cross_attn.*layers\.0\.self_attn"
+    with pytest.raises(InputError, match=reason), capture(tmp_path, module="cross_attn"):
+        Decoder()(healthy())
+
+
+@pytest.mark.parametrize("wrong", [{"phase": "both"}, {"keep": "some"}, {"max_dumps": 0}, {"max_bytes": 0}])
+def test_options_that_do_not_exist_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError), capture(tmp_path, **wrong):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_block_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    reached = []
+    with pytest.raises(InputError, match="choose another --out"), capture(tmp_path / "file" / "dumps"):
+        reached.append("block")
+    assert reached == []
+
+
+def test_a_full_disk_does_not_break_the_run(tmp_path: Path, plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(document: Any, path: Path) -> int:
+        raise InputError(f"cannot write {path}: no space left on device")
+
+    plant("pytorch_191937")
+    monkeypatch.setattr(dump, "save", full)
+    said: list[str] = []
+    with capture(tmp_path, progress=said.append) as session:
+        assert run(failing()).shape == (1, 4, 33, 136)
+    assert session.calls[0].status == "diverges"
+    assert session.calls[0].kept is None
+    assert "no space left" in session.summary()["problems"][0]
+    assert not (tmp_path / "index.jsonl").exists()
+
+
+def test_a_bug_in_the_recorder_does_not_break_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(Session, "_record", broken)
+    with pytest.raises(InputError), capture(tmp_path) as session:
+        assert run(healthy()).shape == (1, 4, 32, 136)
+    assert session.summary()["problems"] == ["call 0: ValueError: a bug"]
+
+
+def test_progress_says_so_the_moment_a_call_goes_bad(tmp_path: Path, plant: Plant) -> None:
+    plant("pytorch_191937")
+    said: list[str] = []
+    with capture(tmp_path, progress=said.append) as session:
+        run(healthy())
+        assert said == []
+        run(failing())
+        (line,) = said
+    assert "call 1" in line
+    assert "4 query rows" in line
+    assert "batch 0, head 0, row 32" in line
+    assert str(session.dumps[0]) in line
+
+
+def test_the_summary_is_plain_json(tmp_path: Path, plant: Plant) -> None:
+    plant("pytorch_191937")
+    with capture(tmp_path) as session:
+        run(healthy())
+        run(failing())
+    summary = session.summary()
+    again = json.loads(json.dumps(summary))
+    assert again["seen"] == again["checked"] == 2
+    assert again["wrong"] == 1
+    assert [call["status"] for call in again["calls"]] == ["agrees", "diverges"]
+    assert again["dumps"] == [path.name for path in session.dumps]
+
+
+def test_neither_prompts_nor_paths_enter_a_dump_file(tmp_path: Path) -> None:
+    secret = tmp_path / "secret-folder-name"
+    with capture(secret) as session:
+        run(healthy())
+    assert b"secret-folder-name" not in session.dumps[0].read_bytes()
+    assert str(Path.home()).encode() not in session.dumps[0].read_bytes() or str(Path.home()) == "/"
+
+
+def test_a_real_models_output_is_the_same_with_the_recorder(tmp_path: Path) -> None:
+    from sdpa_repro.capturing.tiny import tiny_gemma4, tiny_inputs
+
+    model = tiny_gemma4(layers=2)
+    inputs = tiny_inputs(model, length=40, images=0)
+    with torch.inference_mode():
+        expected = model(**inputs).logits
+        with capture(tmp_path) as session:
+            output = model(**inputs).logits
+    assert torch.equal(output, expected)
+    assert [call.module.split(".")[-3:] for call in session.calls] == [["layers", str(n), "self_attn"] for n in (0, 1)]
+    assert session.calls[-1].key_head_stride == 0
+    assert all(call.status == "agrees" for call in session.calls)
