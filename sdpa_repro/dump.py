@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.dumping import Refused, archive, schema
@@ -180,6 +179,8 @@ def _dump(contents: schema.Contents, tensors: dict[str, Tensor], path: Path) -> 
 
 def _causal_bias(rule: Mapping[str, Any]) -> Tensor:
     """The `CausalBias` of a rule. Its constructor would allocate memory that nothing reads; this one takes none."""
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
     variant = CausalVariant[rule["variant"]]
     rows, keys = rule["shape"]
     bias = torch.empty(1, device="cpu").expand(int(variant), rows, keys).as_subclass(CausalBias)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from sdpa_repro.capturing import report
 from sdpa_repro.capturing.prefill import forward, padded, prepare, totals
 from sdpa_repro.capturing.recorder import Stopped, listening
@@ -28,25 +30,29 @@ def capture_model(
     preload: Sequence[str | os.PathLike[str]] = (),
     origin: Mapping[str, Any] | None = None,
     progress: Callable[[str], None],
+    unpadded: bool = False,
 ) -> report.Report:
     """Run the model once for each total length and report; `preload` is run in this process first.
 
-    Raises InputError for what the user can mend: the model, the inputs, the folder, a preload file.
+    unpadded: run the prompt without padding first and report under `prefills`, in words, what padding does to the
+    next token. Raises InputError for what the user can mend: the model, the inputs, the folder, a preload file.
     """
     preloaded = run_preloads([Path(path) for path in preload])
     prefill = prepare(prefill_options, progress)
     lengths = totals(prefill, prefill_options)
+    if unpadded:
+        lengths = [prefill.length, *lengths]
     for line in [*surroundings(prefill), *prefill.notes]:
         progress(line)
     facts = {"model": prefill.name, **(origin or {})}
     session = Session(out, options, progress=progress, origin=facts, preloaded=preloaded)
-    interrupted = False
+    interrupted, logits = False, {}
     try:
         with listening(session):
             for total in lengths:
                 progress(f"total length {total} ({total - prefill.length} of padding): {residues(total)}")
                 session.note(total_length=total, padding=_padding(prefill, total))
-                forward(prefill, padded(prefill, total))
+                logits[total] = forward(prefill, padded(prefill, total))
     except Stopped:
         progress("stopped at the first wrong call")
     except KeyboardInterrupt:
@@ -56,7 +62,24 @@ def capture_model(
     found = report.of_session(session.summary(), Path(out), preloaded)
     found["environment"] = software(prefill.device)
     found["interrupted"] = interrupted
+    found["prefills"] = _beside_unpadded(logits, prefill.length) if unpadded else []
     return found
+
+
+def _beside_unpadded(logits: Mapping[int, Tensor], length: int) -> list[str]:
+    """One line for each padded length: how far its next-token logits (B, vocabulary) are from the unpadded ones."""
+    plain, lines = logits.get(length), []
+    for total, here in logits.items():
+        if plain is None or total == length:
+            continue
+        first, then = plain.argmax(-1).tolist(), here.argmax(-1).tolist()
+        moved = float((here - plain).abs().max())
+        tokens = f"stays {first[0]}" if first == then else f"changes from {first[0]} to {then[0]}"
+        lines.append(
+            f"padding from {length} to {total} tokens moves the next-token logits by up to {moved:.2g}; "
+            f"the likeliest token {tokens}"
+        )
+    return lines
 
 
 def surroundings(prefill: Prefill) -> list[str]:

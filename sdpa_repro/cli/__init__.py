@@ -30,7 +30,8 @@ VERBS = {
     "capture": "Run a model or a script and dump the attention calls that go wrong.",
     "show": "Describe a dump: tensors, layout, mask, where it came from.",
     "replay": "Run a dump through every backend and say which one is wrong.",
-    "diagnose": "Capture, replay and report in one go.",
+    "explain": "Say which conditions a failure needs, for which lengths, and what was computed instead.",
+    "diagnose": "Capture, replay and explain in one go.",
     "known": "List the known upstream bugs, or try them on this machine.",
 }
 """Verb (a module `cli/<verb>.py` that defines `command`) and its line in the help."""

@@ -92,8 +92,8 @@ def command(words: tuple[str, ...], **values: Any) -> None:
     raise SystemExit(exit_status(report))
 
 
-def run_capture(words: Sequence[str], values: Mapping[str, Any]) -> Report:
-    """Capture as the options say: a script when there are words, else a model.
+def run_capture(words: Sequence[str], values: Mapping[str, Any], *, unpadded: bool = False) -> Report:
+    """Capture as the options say: a script when there are words, else a model (`unpadded`: also without padding).
 
     values: the parameters of `model_options` and `selection_options`, and `out`, `preload`, `no_prove`,
     `as_json`. Raises InputError for bad usage and when no call was seen.
@@ -114,7 +114,7 @@ def run_capture(words: Sequence[str], values: Mapping[str, Any]) -> Report:
 
         chosen = build_options(**{name: values.get(name) for name in values if name in _model_names()})
         origin = {"command": command_line(values)}
-        found = capture_model(chosen, out, options, preload=preload, origin=origin, progress=output.progress)
+        found = capture_model(chosen, out, options, preload=preload, origin=origin, progress=output.progress, unpadded=unpadded)
     for problem in found["problems"]:
         output.warn(output.clean(problem))
     found["sentence"] = report.answer(found)

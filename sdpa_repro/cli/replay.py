@@ -171,6 +171,12 @@ def _print_one(result: Replay, as_json: bool, expect: str | None, preload: Seque
         return
     output.answer(output.clean(_answer(result, expect)))
     output.line()
+    print_cells(result)
+    output.next_command(_next(result, preload))
+
+
+def print_cells(result: Replay) -> None:
+    """The table, and below it what a reader must know about it; the verdict last."""
     shown = [cell for cell in result.cells if cell.dtype == result.dtype or "does not exist" not in cell.reason]
     output.table(HEADERS, [_row(cell) for cell in shown], styles=[COLOURS.get(c.status.value, "red") for c in shown])
     output.line()
@@ -179,7 +185,6 @@ def _print_one(result: Replay, as_json: bool, expect: str | None, preload: Seque
     for note in result.notes:
         output.line(output.clean(f"note: {note}"))
     output.line(f"verdict: {result.verdict.value}" + (f" ({', '.join(result.guilty)})" if result.guilty else ""))
-    output.next_command(_next(result, preload))
 
 
 def _row(cell: Cell) -> list[str]:

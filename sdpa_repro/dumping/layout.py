@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from itertools import combinations
 from typing import Any
 
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from sdpa_repro.attention import ALIGNMENT, AttentionCall, span
 from sdpa_repro.dumping.coverage import View, overlap
@@ -18,9 +18,10 @@ NEAR = 64 << 20
 
 def causal_rule(mask: Tensor | None) -> dict[str, Any] | None:
     """The rule a `torch.nn.attention.bias.CausalBias` stands for; its memory is uninitialised and means nothing."""
-    if not isinstance(mask, CausalBias):
+    bias = sys.modules.get("torch.nn.attention.bias")  # importing it here would bring torch._dynamo into every process
+    if bias is None or not isinstance(mask, bias.CausalBias):
         return None
-    variant = CausalVariant(mask.variant)
+    variant = bias.CausalVariant(mask.variant)
     return {"kind": "causal_bias", "variant": variant.name, "shape": [int(mask.seq_len_q), int(mask.seq_len_kv)]}
 
 

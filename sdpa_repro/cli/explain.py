@@ -1,0 +1,125 @@
+"""`sdpa-repro explain`: why a dump's call fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sdpa_repro.cli import output
+from sdpa_repro.errors import InputError
+
+if TYPE_CHECKING:
+    from sdpa_repro.explaining.explain import Explanation
+
+
+@click.command(name="explain", short_help="Say which conditions a failure needs, for which lengths, and why.")
+@click.argument("path", metavar="DUMP", type=click.Path(path_type=Path))
+@click.option("--device", help="Where to run: cpu, cuda, … Default: as for replay.")
+@click.option("--backend", help="Backend to explain.  [default: the one that replay finds wrong]")
+@click.option("--lengths", metavar="A:B", help="Range of L and S to try.  [default: chosen from the failing length]")
+@click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds; what is known then is printed.")
+@click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(path: Path, lengths: str | None, as_json: bool, **options: Any) -> None:
+    """Explain why the call in DUMP fails: conditions, lengths, what was computed instead, known issues.
+
+    Exit status: 1 when the call fails here (and was explained as far as possible), 0 when it does not, 2 bad input,
+    130 after Ctrl-C, with what was known by then printed.
+
+    \b
+    Example:
+      sdpa-repro explain dumps/L05-self_attn-call5-289x289.pt
+    """
+    from sdpa_repro.explaining.explain import explain
+
+    result = explain(path, lengths=_range(lengths), progress=output.progress, **options)
+    if as_json:
+        output.document("explain", result.document())
+    else:
+        _print(result, options["preload"])
+    raise SystemExit(result.replay.exit_status)
+
+
+def _range(text: str | None) -> tuple[int, int] | None:
+    """A:B as two numbers."""
+    if text is None:
+        return None
+    first, _, last = text.partition(":")
+    if not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
+        raise InputError(f"--lengths {text!r}: give two numbers, smallest first, such as 1:400")
+    return int(first), int(last)
+
+
+def _print(result: Explanation, preload: tuple[Path, ...]) -> None:
+    """The cause first, then each part, then what to do."""
+    output.answer(output.clean(answer(result)))
+    if result.backend is not None:
+        output.line()
+        output.line(output.clean(f"seen: {result.replay.sentence}"))
+        print_sections(result)
+    again: list[object] = [word for path in preload for word in ("--preload", path)]
+    output.next_command(output.shell("sdpa-repro", *next_words(result, again)))
+
+
+def print_sections(result: Explanation) -> None:
+    """Each part under its title."""
+    for title, lines in sections(result):
+        output.line()
+        output.line(title)
+        for text in lines:
+            output.line(f"  {output.clean(text)}")
+    if not result.complete:
+        output.line()
+        output.line("stopped before the end: parts that are missing were not worked out")
+
+
+def answer(result: Explanation) -> str:
+    """The first line: cause and known issue."""
+    from sdpa_repro.known_issues import sentence
+
+    cause = result.cause
+    known = result.known
+    if result.backend is None or not known or "known:" in cause:
+        return cause
+    device = result.replay.device.partition(":")[0]
+    return f"{cause}; known: {sentence(known[0], result.backend, device)}"
+
+
+def sections(result: Explanation) -> list[tuple[str, list[str]]]:
+    """Title and lines of each part that was worked out."""
+    found: list[tuple[str, list[str]]] = []
+    if result.conditions:
+        found.append(("conditions", result.conditions.words()))
+    if result.length_rule:
+        found.append(("lengths", result.length_rule.words()))
+    if result.hypothesis:
+        near = [
+            f"near miss: {miss.words} ({miss.matched} of {miss.wrong_rows} wrong rows; {miss.reason})"
+            for miss in result.hypothesis.near[:3]
+        ]
+        said = result.hypothesis.sentence
+        found.append(("what it computed", [said] if said else ["none of the known kinds of mistake fits", *near]))
+    if result.poison:
+        found.append(("memory", [result.poison.words]))
+    if result.known:
+        lines = [f"{match.issue} ({match.match}): {match.title}" for match in result.known]
+        found.append(("known issues", lines))
+    if result.conditions and result.conditions.workarounds:
+        lines = []
+        for help_ in result.conditions.workarounds:
+            lines += [f"{help_.words}{'' if help_.verified else ' (not tried here)'}:", f"    {help_.line}"]
+        found.append(("workarounds", lines))
+    if result.replay.preloaded:
+        names = ", ".join(record["name"] for record in result.replay.preloaded)
+        found.append(("preloaded", [f"{names}: this failure may be planted by it"]))
+    return found
+
+
+def next_words(result: Explanation, again: list[object]) -> list[object]:
+    """The words that carry on from here; `again` repeats the preloads for verbs that run the call."""
+    from sdpa_repro.cli import VERBS
+
+    verb = next((verb for verb in ("issue", "reduce") if verb in VERBS), None)
+    return [verb, result.path, *again] if verb and result.backend is not None else ["show", result.path]
