@@ -11,6 +11,7 @@ os.environ.pop("NO_COLOR", None)
 os.environ.pop("SDPA_REPRO_TRACEBACK", None)
 
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,15 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_planted() -> Iterator[None]:
+    """A fault file planted in this process, by the test or by a verb's --preload, is gone after the test."""
+    yield
+    for name in ("emulation", "tests.faults.emulation"):
+        if name in sys.modules:
+            sys.modules[name].restore()
 
 
 @pytest.fixture(autouse=True)

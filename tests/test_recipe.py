@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from sdpa_repro.attention import viewed_once
-from sdpa_repro.recipe import Kind, Planted, Recipe, Strided, build, line
+from sdpa_repro.errors import InputError
+from sdpa_repro.recipe import Kind, Planted, Recipe, Strided, build, from_document, line, to_document
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SHAPE = (1, 3, 1, 4)
@@ -102,3 +104,97 @@ def test_lines_read_like_a_person_wrote_them() -> None:
     assert line(recipe, "key") == "key = torch.zeros((1, 1, 33, 136), dtype=torch.bfloat16).expand(1, 2, 33, 136)"
     moved = line(Recipe(Kind.FULL, (2, 2), torch.float32, constant=3, planted=Planted((1, 1), 4)), "value", "device")
     assert moved == "value = torch.full((2, 2), 3, dtype=torch.float32).to(device)\nvalue[1, 1] = 4"
+
+
+MASKS = [
+    Recipe(Kind.TRIL, (1, 1, 4, 5), torch.bool),
+    Recipe(Kind.TRIL, (4, 4), torch.bool, padding=2),
+    Recipe(Kind.TRIL, (1, 1, 4, 4), torch.bool, window=2),
+    Recipe(Kind.TRIL, (1, 2, 4, 4), torch.bool, padding=1, window=3),
+    Recipe(Kind.PADDING, (1, 1, 3, 4), torch.bool, padding=3),
+    Recipe(Kind.COIN, (1, 1, 3, 4), torch.bool, seed=5),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", MASKS, ids=lambda recipe: str(recipe.kind.value))
+def test_a_printed_mask_is_the_mask(recipe: Recipe, dtype: torch.dtype) -> None:
+    assert_same(replace(recipe, dtype=dtype))
+
+
+@pytest.mark.parametrize("recipe", MASKS, ids=lambda recipe: str(recipe.kind.value))
+def test_an_additive_mask_hides_what_the_bool_mask_hides(recipe: Recipe) -> None:
+    added = build(replace(recipe, dtype=torch.float32))
+    assert torch.equal(added == 0, build(recipe))
+    assert torch.equal(added == -math.inf, ~build(recipe))
+
+
+def test_a_causal_mask_with_padding_and_window_sees_an_interval() -> None:
+    seen = build(Recipe(Kind.TRIL, (6, 6), torch.bool, padding=1, window=3))
+    for row in range(6):
+        for key in range(6):
+            assert bool(seen[row, key]) == (key >= 1 and row - 3 < key <= row)
+
+
+def test_a_causal_mask_reads_like_a_person_wrote_it() -> None:
+    assert line(MASKS[0], "mask") == "mask = torch.ones(4, 5, dtype=torch.bool).tril()[None, None]"
+    padded = "mask = (torch.ones(4, 4, dtype=torch.bool).tril() & (torch.arange(4) >= 2))"
+    assert line(MASKS[1], "mask") == padded
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "+".join(layout) or "dense")
+@pytest.mark.parametrize("recipe", [*VALUES, *MASKS], ids=lambda recipe: str(recipe.kind.value))
+def test_a_recipe_comes_back_from_its_document(recipe: Recipe, layout: dict[str, tuple[int, ...]]) -> None:
+    if recipe.shape == SHAPE:
+        recipe = replace(recipe, **layout)  # type: ignore[arg-type]
+    assert from_document(json.loads(json.dumps(to_document(recipe)))) == recipe
+
+
+SOUND = {"kind": "zeros", "shape": [1, 3, 1, 4], "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "eval"},
+        {"kind": None},
+        {"dtype": "object"},
+        {"shape": "1"},
+        {"shape": [-1, 2]},
+        {"shape": [1 << 20, 1 << 20]},
+        {"shape": [1] * 9},
+        {"shape": [1.5]},
+        {"shape": [True]},
+        {"expanded": [1, 1 << 33, 1, 4]},
+        {"expanded": [2, 4, 1, 4]},
+        {"transposed": [0, 9]},
+        {"transposed": [0, 1, 2]},
+        {"strided": [[2, 2], [8, 1], 4]},
+        {"strided": [[2, 2], [-1, 1], 4]},
+        {"strided": [[2, 2], [1, 1], -1]},
+        {"strided": [[2], [1, 1], 0]},
+        {"planted": [[0, 3, 0, 0], 1]},
+        {"planted": [[0, 0], 1]},
+        {"planted": [[0, 0, 0, 0], "1); import os"]},
+        {"kind": "full", "constant": "0) or exit("},
+        {"kind": "arange", "dim": 4},
+        {"kind": "arange", "period": 0},
+        {"kind": "tril", "shape": [4]},
+        {"kind": "tril", "window": 0},
+        {"kind": "padding", "padding": 9},
+        {"kind": "randint", "seed": -1},
+        {"kind": "randint", "seed": "0"},
+        {"kind": "randn", "dtype": "bool"},
+    ],
+    ids=str,
+)
+def test_a_damaged_or_hostile_recipe_is_refused(changes: dict[str, object]) -> None:
+    from_document(SOUND)
+    with pytest.raises(InputError, match="recipe"):
+        from_document({**SOUND, **changes})
+
+
+@pytest.mark.parametrize("document", [None, [], "zeros", {}, {"kind": "zeros"}], ids=str)
+def test_what_is_no_recipe_is_refused(document: object) -> None:
+    with pytest.raises(InputError):
+        from_document(document)

@@ -31,6 +31,7 @@ VERBS = {
     "show": "Describe a dump: tensors, layout, mask, where it came from.",
     "replay": "Run a dump through every backend and say which one is wrong.",
     "explain": "Say which conditions a failure needs, for which lengths, and what was computed instead.",
+    "reduce": "Shrink a failing call to the smallest one that still fails.",
     "diagnose": "Capture, replay and explain in one go.",
     "known": "List the known upstream bugs, or try them on this machine.",
 }

@@ -122,10 +122,11 @@ def explain(
     chosen = suspect(result, backend)
     if chosen is None:
         return Explanation(Path(path), None, result, seconds=time.monotonic() - start)
-    environment.preload([Path(file) for file in preload])
     dump = load(path, result.device)
     deadline = start + budget if budget else None
     work = _Work(dump, chosen, result, tuple(preload), deadline, throttled(say), dump.context)
+    if not work.crashes:
+        environment.preload([Path(file) for file in preload])
     found: dict[str, Any] = {}
     complete = True
     with work.trials() as trial_for, _few_threads(work, trial_for) as work:
