@@ -194,7 +194,10 @@ def judge_sample(drawn: Sample) -> dict[Backend, tuple[Judgement, Judgement] | N
     noise = {path.value: errors[path] for path in (Backend.MATH, Backend.EAGER) if path in errors}
     dtype = call.query.dtype
     return {
-        path: (judge(errors[path], expected, dtype, path.value, noise), judge(errors[path], expected, dtype, path.value))
+        path: (
+            judge(errors[path], expected, dtype, path.value, noise),
+            judge(errors[path], expected, dtype, path.value),
+        )
         if path in errors
         else None
         for path in PATHS
