@@ -28,6 +28,9 @@ KEY_CHUNK = 4096
 TILE_BYTES = {"cpu": 8 << 20, "cuda": 96 << 20}
 """Scores held at a time, by device type: what the cache holds on a CPU, fewer and larger kernels on a GPU."""
 
+BLOCK_ROWS = {"cpu": 256, "cuda": 1024}
+"""Query rows of a block at most: a block of a causal call computes what its last row may see."""
+
 EXTRA = 5
 """Columns appended to value: 1, w, w², k, k·w with w = max |value| and k = |key| of that position."""
 
@@ -231,7 +234,7 @@ def _group_blocks(
     width = torch.empty((), dtype=precision).element_size()
     step = max(64, budget // (width * max(keys, 1)))
     group = min(heads, max(1, step // 64))
-    step = max(1, step // group)
+    step = max(1, min(step // group, BLOCK_ROWS.get(query.device.type, BLOCK_ROWS["cpu"])))
     mask = None if call.attn_mask is None else call.attn_mask[batch]
     for start in range(0, heads, group):
         stop = min(start + group, heads)
