@@ -32,6 +32,8 @@ VERBS = {
     "replay": "Run a dump through every backend and say which one is wrong.",
     "explain": "Say which conditions a failure needs, for which lengths, and what was computed instead.",
     "reduce": "Shrink a failing call to the smallest one that still fails.",
+    "issue": "Write a script and an issue text that are ready to post.",
+    "share": "Make a dump that strangers may have.",
     "diagnose": "Capture, replay and explain in one go.",
     "known": "List the known upstream bugs, or try them on this machine.",
 }

@@ -1,0 +1,75 @@
+"""`sdpa-repro issue`: a script and an issue that are ready to post."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sdpa_repro.cli import output
+
+if TYPE_CHECKING:
+    from sdpa_repro.publishing.published import Published
+
+
+@click.command(name="issue", short_help="Write a script and an issue for a failing dump, and run the script.")
+@click.argument("path", metavar="DUMP", type=click.Path(path_type=Path))
+@click.option("-o", "folder", metavar="DIR", type=click.Path(path_type=Path), help="Folder.  [default: DUMP.issue]")
+@click.option("--no-reduce", "reduced", flag_value=False, default=True, help="Take the call as it is.")
+@click.option("--no-explain", "explained", flag_value=False, default=True, help="Leave conditions and lengths out.")
+@click.option("--include-values", is_flag=True, help="Captured values may be written into the script, if few.")
+@click.option("--test", is_flag=True, help="Also write test_repro.py, a unit test.")
+@click.option("--template", metavar="FILE", type=click.Path(path_type=Path), help="Jinja template for another tracker.")
+@click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
+@click.option("--device", help="Where to run: cpu, cuda, … Default: as for replay.")
+@click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds to reduce and to explain.")
+@click.option("--force", is_flag=True, help="Replace files of an earlier run.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(path: Path, folder: Path | None, as_json: bool, **options: Any) -> None:
+    """Reduce and explain the call in DUMP, write repro.py and issue.md, and run repro.py in a fresh process.
+
+    The script imports torch alone. Captured values stay out of it without --include-values.
+
+    Exit status: 1 when a backend fails and the script shows it, 3 when the script does not show it here or the
+    failure was seen live only, 0 when there is nothing to report, 2 bad input.
+
+    \b
+    Example:
+      sdpa-repro issue dumps/L05-self_attn-call5-289x289.pt -o report
+    """
+    from sdpa_repro.publishing.publish import publish
+
+    result = publish(path, folder, progress=output.progress, **options)
+    if as_json:
+        output.document("issue", result.document())
+    else:
+        _print(result, path, options["preload"])
+    raise SystemExit(result.exit_status)
+
+
+def _print(result: Published, path: Path, preload: tuple[Path, ...]) -> None:
+    """The answer, the files, what to do with them."""
+    again = [word for file in preload for word in ("--preload", str(file))]
+    output.answer(output.clean(result.sentence))
+    if result.script is None:
+        output.next_command(output.shell("sdpa-repro", "replay", path, *again))
+        return
+    output.line()
+    for name, file in (
+        ("script", result.script),
+        ("issue", result.issue),
+        ("test", result.test),
+        ("dump", result.dump),
+    ):
+        if file is not None:
+            output.line(f"{name:7} {output.clean(str(file))}")
+    output.line(f"title   {output.clean(result.title)}")
+    if result.replay.preloaded:
+        names = ", ".join(record["name"] for record in result.replay.preloaded)
+        output.line(output.clean(f"preloaded: {names}: if that file plants a fault, do not post this"))
+    for note in result.notes:
+        output.line(output.clean(f"note: {note}"))
+    if not result.closed:
+        output.line("note: not every tensor has a closed form: the files hold captured values; read before posting")
+    output.next_command(output.shell("python", "-I", result.script))

@@ -1,0 +1,254 @@
+"""The script that a maintainer runs: one call, every backend, float64, an assertion; it imports torch alone."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+
+import torch
+
+from sdpa_repro.attention import AttentionCall, is_rule
+from sdpa_repro.publishing.escaping import comment
+from sdpa_repro.publishing.limit import rounding_limit
+from sdpa_repro.publishing.story import Story
+from sdpa_repro.publishing.tensor_lines import WIDTH, TensorText, tensor_lines
+from sdpa_repro.recipe import Recipe
+from sdpa_repro.replaying.reference import four_dims, reference
+
+ORDER = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "default")
+"""Backends in the order in which they run; the guilty one goes last where it may end the process."""
+
+IMPORTS = """\
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+"""
+
+COMPARE = """\
+print(f"torch {{torch.__version__}} on {{device}}; largest error against float64, at most {{limit}} is rounding")
+wrong = []
+for name in {order}:
+    try:
+        with {context}:
+            out = {call}
+    except (AttributeError, RuntimeError) as declined:
+        print(f"{{name:20}} declined: {{str(declined).split('.')[0][:90]}}")
+        continue
+    {error}
+    rows = (~(error <= limit)).view(-1, error.shape[-1]).any(0).nonzero().flatten().tolist()  # NaN counts
+    print(f"{{name:20}} {{error.max():10.4g}}" + f"  wrong in query rows {{rows[:8]}}" * bool(rows))
+    wrong += [name] * bool(rows)
+"""
+
+CHILDREN = """\
+if len(sys.argv) > 1:  # a child: one backend, which may not come back
+    name = sys.argv[1]
+    try:
+        with {grad}{context}:
+            {call}.cpu()
+        print("ok")
+    except (AttributeError, RuntimeError) as declined:
+        print("declined:", str(declined).split(".")[0][:90])
+        sys.exit("CUDA error" in str(declined))
+    sys.exit()
+
+print(f"torch {{torch.__version__}} on {{device}}; every backend in a process of its own", flush=True)
+failed = []
+for name in {order}:
+    print(f"{{name:20}}", end=" ", flush=True)
+    try:
+        subprocess.run([sys.executable, "-I", __file__, name], check=True, timeout={wait})
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as ended:
+        print(str(ended).rpartition("' ")[2], flush=True)
+        failed.append(name)
+assert not failed, f"{what} in {{', '.join(failed)}}"
+"""
+
+
+def script(call: AttentionCall, recipes: Mapping[str, Recipe], story: Story) -> str:
+    """Python source that fails with an AssertionError while the bug is there and exits with 0 where it is not.
+
+    recipes: closed forms by argument name, which must build the call's tensors; others are written out or read from
+    the dump `story.file` beside the script (see `tensor_lines`). Raises InputError when the call cannot be shown.
+    """
+    tensors = tensor_lines(call, recipes, inline=story.inline, remarks=story.remarks, file=story.file)
+    parts = [
+        header(story, tensors),
+        _imports(story, tensors),
+        "\n".join([*story.settings, device_line(story.device), *tensors.lines, *_gradients(story)]),
+        _children(call, story) if story.ends_process else _comparison(call, story),
+    ]
+    return "\n\n".join(part.strip("\n") for part in parts if part).replace(parts[0] + "\n\n", parts[0] + "\n", 1) + "\n"
+
+
+def header(story: Story, tensors: TensorText) -> str:
+    """The comment on top: what is wrong, what it takes, and why values are not in closed form where they are not."""
+    said = [story.cause or f"{story.backend} {_kind(story)}"]
+    if story.needs:
+        said.append(f"Needs: {'; '.join(story.needs)}.")
+    if tensors.inline:
+        said.append(f"No closed form of {_and(tensors.inline)} still fails: the values are written out as integers.")
+    if tensors.stored:
+        said.append(
+            f"Reads {story.file} (plain tensors): no closed form of {_and(tensors.stored)} still fails, "
+            "and the values are not written out."
+        )
+    lines = []
+    for sentence in said:
+        lines += textwrap.wrap(comment(sentence, 600), WIDTH - 2, break_long_words=True) or [""]
+    return "\n".join(f"# {line}" for line in lines)
+
+
+def device_line(device: str) -> str:
+    """Where the script runs: a GPU's bug is looked for on the CPU too where there is no GPU."""
+    if device == "cuda":
+        return 'device = "cuda" if torch.cuda.is_available() else "cpu"'
+    return f'device = "{device}"'
+
+
+def call_text(call: AttentionCall) -> str:
+    """The call as source, with the arguments that are not at their default."""
+    words = ["query", "key", "value"]
+    if call.attn_mask is not None:
+        words.append("attn_mask=mask")
+    if call.is_causal:
+        words.append("is_causal=True")
+    if call.scale is not None:
+        words.append(f"scale={call.scale!r}")
+    if call.enable_gqa:
+        words.append("enable_gqa=True")
+    return f"F.scaled_dot_product_attention({', '.join(words)})"
+
+
+def definition(call: AttentionCall, story: Story) -> list[str]:
+    """Lines that compute `expected` in float64 without any attention kernel: only the branches that this call needs."""
+    to = ".cpu().double()" if story.device in ("mps", "xpu") else ".double()"
+    to = f".to(torch.{story.autocast}){to}" if story.autocast else to
+    groups = call.query.shape[-3] // max(1, call.key.shape[-3]) if call.enable_gqa else 1
+    shared = f".repeat_interleave({groups}, -3)" if groups > 1 else ""
+    scale = "query.shape[-1] ** -0.5" if call.scale is None else repr(call.scale)
+    lines = [f"scores = query{to} @ key{to}{shared}.mT" + ("" if call.scale == 1.0 else f" * {scale}")]
+    hidden = _hidden(call)
+    if hidden:
+        lines.append(f'scores = scores.masked_fill({hidden}, float("-inf"))')
+    elif call.attn_mask is not None and not is_rule(call.attn_mask):
+        lines.append(f"scores = scores + mask{to}")
+    if call.is_causal and call.attn_mask is not None:
+        lines.append(f'scores = scores.masked_fill({_diagonal(call, 0)}, float("-inf"))')
+    last = f"expected = scores.softmax(-1) @ value{to}{shared}"
+    return [*lines, f"expected = (scores.softmax(-1) @ value{to}{shared}).detach()" if story.grad else last]
+
+
+def _hidden(call: AttentionCall) -> str:
+    """The expression that is True where a key is hidden; "" without such a mask."""
+    mask = call.attn_mask
+    if mask is None:
+        return _diagonal(call, 0) if call.is_causal else ""
+    if is_rule(mask):
+        upper = int(getattr(mask, "variant", 1)) == 1
+        return _diagonal(call, 0 if upper else call.key.shape[-2] - call.query.shape[-2])
+    return "~mask" if mask.dtype == torch.bool else ""
+
+
+def _diagonal(call: AttentionCall, offset: int) -> str:
+    rows, keys = call.query.shape[-2], call.key.shape[-2]
+    return f"~torch.ones({rows}, {keys}, dtype=torch.bool, device=scores.device).tril({offset or ''})"
+
+
+def live_line(call: AttentionCall) -> str | None:
+    """The line that says which rows count; None when all do.
+
+    Left out: rows that may see no key, and rows that can see NaN or infinity in a key or value that is hidden from
+    them, which backends are free to treat differently.
+    """
+    expected = reference(call)
+    if bool(expected.decides.all()):
+        return None
+    words = []
+    if not bool(expected.live.all()):
+        words.append("fully masked")
+    if bool(expected.poisoned.any()):
+        words.append("poisoned by hidden NaN")
+    text = "live = expected.isfinite().all(-1)"
+    mask = four_dims(call).attn_mask
+    if mask is not None and mask.dtype.is_floating_point:
+        unlike = ~expected.live & (mask > -torch.inf).any(-1)  # finfo.min alone: the definition is finite there
+        text += " & (mask > torch.finfo(mask.dtype).min).any(-1)" * bool(unlike.any())
+    return f"{text}  # {' or '.join(words)} rows are left out"
+
+
+def _comparison(call: AttentionCall, story: Story) -> str:
+    """The reference, the loop over the backends and the assertion."""
+    detach = ".detach()" if story.grad else ""
+    moved = ".cpu()" if story.device in ("mps", "xpu") else ""
+    error = f"(out{detach}{moved}.double() - expected).abs().amax(-1)"
+    live = live_line(call)
+    limit, reason = story.limit, story.limit_reason
+    if limit is None:
+        limit, reason = rounding_limit(call, story.autocast)
+    body = definition(call, story)
+    body += [live] if live else []
+    body.append(f"limit = {limit:.3g}" + (f"  # {comment(reason)}" if reason else ""))
+    body.append(
+        COMPARE.format(
+            order=_tuple(ORDER),
+            context=_context(story),
+            call=call_text(call),
+            error=f"error = torch.where(live, {error}, 0.0)" if live else f"error = {error}",
+        )
+    )
+    text = "\n".join(body).rstrip()
+    if not story.grad:
+        text = "with torch.no_grad():\n" + textwrap.indent(text, "    ")
+    return text + "\nassert not wrong, f\"wrong result from {', '.join(wrong)}\""
+
+
+def _children(call: AttentionCall, story: Story) -> str:
+    """Every backend in a child process with a time limit, the guilty one last."""
+    order = (*(name for name in ORDER if name != story.backend), story.backend)
+    return CHILDREN.format(
+        grad="" if story.grad else "torch.no_grad(), ",
+        order=_tuple(order),
+        context=_context(story),
+        call=call_text(call),
+        wait=story.timeout,
+        what="no answer" if story.status == "timeout" else "the process ended",
+    )
+
+
+def _context(story: Story) -> str:
+    context = 'nullcontext() if name == "default" else sdpa_kernel(getattr(SDPBackend, name))'
+    return f"torch.autocast(device, torch.{story.autocast}), {context}" if story.autocast else context
+
+
+def _imports(story: Story, tensors: TensorText) -> str:
+    standard = ["import subprocess", "import sys"] if story.ends_process else []
+    standard.append("from contextlib import nullcontext")
+    if tensors.stored:
+        standard.append("from pathlib import Path")
+    bias = f"from torch.nn.attention.bias import {tensors.bias}\n" if tensors.bias else ""
+    return "\n".join(standard) + "\n\n" + IMPORTS + bias
+
+
+def _gradients(story: Story) -> list[str]:
+    names = ["mask" if name == "attn_mask" else name for name in story.requires_grad] if story.grad else []
+    return [f"{name}.requires_grad_()" for name in names]
+
+
+def _kind(story: Story) -> str:
+    words = {
+        "diverges": "gives a wrong result.",
+        "nonfinite": "gives NaN or infinity where the result is finite.",
+        "crashed": "ends the process.",
+        "timeout": "does not return.",
+    }
+    return words.get(story.status, "fails.")
+
+
+def _tuple(names: tuple[str, ...]) -> str:
+    return "(" + ", ".join(f'"{name}"' for name in names) + ")"
+
+
+def _and(names: tuple[str, ...]) -> str:
+    names = tuple("mask" if name == "attn_mask" else name for name in names)
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,233 @@
+"""Sentences of an issue from the documents of `explain`, `reduce` and `replay`; what they do not hold is not said.
+
+Everything here returns Markdown. Every key of a document may be missing or None.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from sdpa_repro.attention import AttentionCall
+from sdpa_repro.explaining.factors import FACTORS
+from sdpa_repro.publishing.escaping import code, one_line, prose
+from sdpa_repro.publishing.story import Story
+from sdpa_repro.switches import dtype_name
+
+FAILURE = {
+    "diverges": "gives a wrong result",
+    "nonfinite": "gives NaN or infinity where the result is finite",
+    "crashed": "ends the process",
+    "timeout": "does not return",
+}
+
+LABELS = {
+    "diverges": "module: correctness (silent)",
+    "nonfinite": "module: NaNs and Infs",
+    "crashed": "module: crash",
+}
+
+PHRASES = {
+    "attn_mask": "an attn_mask",
+    "key_value_head_stride_0": "key and value expanded from one head (head stride 0)",
+    "no_grad": "no grad",
+}
+"""Factors as a PyTorch developer would put them; the others are worded as in `explain`."""
+
+SPARED = {
+    "values": "particular values",
+    "dtype": "this dtype (others fail too)",
+    "length_L": "this L",
+    "length_S": "this S",
+    "alignment": "pointer alignment",
+}
+"""Factors that are not needed."""
+
+REDUCED = {"B": "batch", "H": "number of heads", "E": "head_dim", "values": "particular values", "dtype": "dtype"}
+"""Rows of a reduction's table that the factors of `explain` may lack, in words."""
+
+_ISSUE = re.compile(r"^(?:ROCm/)?pytorch#\d+$")
+_DENSE = re.compile(r"^((?:query|key|value)(?:, (?:query|key|value))*) = .*\.contiguous\(\)$")
+_LENGTHS = ("length_L", "length_S")
+
+
+def cause(story: Story, explanation: Mapping[str, Any], replay: Mapping[str, Any]) -> str:
+    """One plain sentence: what the backend does and when, ending in a full stop."""
+    said = explanation.get("sentence")
+    if not said:
+        what = mapping(explanation.get("hypothesis")).get("sentence")
+        rule = mapping(explanation.get("length_rule")).get("rule")
+        said = replay.get("sentence") if not what and not rule else None
+        if not said:
+            said = f"{story.backend}: {what}" if what else f"{story.backend} {FAILURE[story.status]}"
+            said += f", when {rule}" if rule else ""
+    text = one_line(said, 400).partition("; known: ")[0].partition("; possibly ")[0]
+    return re.sub(r" \(with [^()]* preloaded\)$", "", text).rstrip(".") + "."
+
+
+def title(story: Story, sentence: str, needs: Sequence[str], *, emulated: bool) -> str:
+    """The issue's title as plain text: where, what, when."""
+    where = story.device.upper() + (", with files preloaded" if emulated else "")
+    text = sentence.rstrip(".").removeprefix(story.backend).lstrip(": ")
+    text = re.sub(r"\b(row) \(\d+\)", r"\1", text).replace(", when ", " when ")
+    joined = f"SDPA {story.backend} ({where}): {text}"
+    layout = next((need for need in needs if "stride 0" in need), None)
+    if layout and len(joined) + len(layout) < 170:
+        joined += f", with {layout}"
+    return one_line(joined, 200)
+
+
+def needed(explanation: Mapping[str, Any], call: AttentionCall) -> list[str]:
+    """The conditions in plain words; the length rule in place of "the length"."""
+    here = {
+        "dtype": dtype_name(call.query.dtype),
+        "head_dim": f"head_dim {call.query.shape[-1]}",
+        "length_L": f"L = {call.query.shape[-2]}",
+        "length_S": f"S = {call.key.shape[-2]}",
+    }
+    rule = mapping(explanation.get("length_rule")).get("rule")
+    factors = [factor for factor in texts(explanation.get("needed")) if not (rule and factor in _LENGTHS)]
+    words = [here.get(factor) or factor_words(factor) for factor in factors]
+    for pair in explanation.get("alternatives") or ():
+        words.append("one of " + " and ".join(factor_words(factor) for factor in texts(pair)))
+    return [*words, one_line(rule)] if rule else words
+
+
+def not_needed(explanation: Mapping[str, Any], reduction: Mapping[str, Any]) -> list[str]:
+    """What was changed and the failure stayed; things that the call never had are left out."""
+    why = mapping(explanation.get("why"))
+    found = {}
+    for factor in texts(explanation.get("not_needed")):
+        if not why or ": fails" in str(why.get(factor, "")):
+            found[factor] = SPARED.get(factor) or factor_words(factor)
+    shrunk = texts(reduction.get("not_needed"))
+    alike = {"B": "batch", "H": "heads", "E": "head_dim", "values": "values", "dtype": "dtype"}
+    before, after = mapping(reduction.get("from")), mapping(reduction.get("to"))
+    for name in shrunk:
+        changed = before.get(name) != after.get(name) or name in ("dtype", "values")
+        if name in REDUCED and alike[name] not in found and changed:
+            found[alike[name]] = REDUCED[name]
+    wanted = set(texts(explanation.get("needed")))
+    return [words for factor, words in found.items() if factor not in wanted]
+
+
+def not_tested(explanation: Mapping[str, Any]) -> list[str]:
+    """Factors that could not be tried."""
+    return [factor_words(factor) for factor in texts(explanation.get("not_tested"))]
+
+
+def factor_words(factor: str) -> str:
+    """A factor id as a phrase."""
+    if factor in PHRASES:
+        return PHRASES[factor]
+    return next((known.words for known in FACTORS if known.id == factor), one_line(factor, 60))
+
+
+def lengths(explanation: Mapping[str, Any]) -> str:
+    """Counts of the lengths that were tried, and how the held-out ones came out."""
+    rule = mapping(explanation.get("length_rule"))
+    words = [text for text in texts(rule.get("words")) if not text.startswith("fails when ")]
+    if words:
+        return "; ".join(prose(text) for text in words)
+    if not rule.get("rule") or rule.get("fails") is None:
+        return ""
+    text = f"{rule.get('fails')} that fail and {rule.get('passes')} that pass, all as {rule['rule']} says"
+    if rule.get("held_out"):
+        text += f"; {rule['held_out']} of them were held out of the fit"
+    return prose(text)
+
+
+def computes(explanation: Mapping[str, Any]) -> str:
+    """What the kernel computed instead."""
+    sentence = mapping(explanation.get("hypothesis")).get("sentence")
+    outside = mapping(explanation.get("poison"))
+    words = [prose(sentence) + ", to rounding, in every wrong row"] if sentence else []
+    if outside.get("reads_outside") is True:
+        words.append("it reads memory outside its inputs: " + prose(outside.get("words", "")))
+    return "; ".join(words)
+
+
+def wrong_rows(cell: Mapping[str, Any], rows: int, heads: int) -> str:
+    """Which rows of which heads are wrong, from a cell of the replay table."""
+    bad = mapping(cell.get("bad"))
+    if not bad:
+        return ""
+    which, where = _indices(bad.get("rows")), _indices(bad.get("heads"))
+    text = f"query row{'s' * (which[1] != 1)} {which[0]} of 0…{rows - 1}"
+    text += " in every head" if where[1] == heads else f" in head{'s' * (where[1] != 1)} {where[0]} of 0…{heads - 1}"
+    return text + "; every other row is within rounding of float64" * (which[1] < rows)
+
+
+def _indices(listed: Any) -> tuple[str, int]:
+    """Indices, or [first, last] pairs, as text and their number."""
+    pairs = [tuple(item) if isinstance(item, (list, tuple)) else (item, item) for item in listed or ()]
+    joined: list[tuple[int, int]] = []
+    for first, last in pairs:
+        if joined and joined[-1][1] == first - 1:
+            joined[-1] = (joined[-1][0], last)
+        else:
+            joined.append((first, last))
+    text = ", ".join(f"{first}" if first == last else f"{first}…{last}" for first, last in joined[:8])
+    return text + ", …" * (len(joined) > 8), sum(last - first + 1 for first, last in joined)
+
+
+def workarounds(explanation: Mapping[str, Any]) -> list[str]:
+    """What helps, those first that were tried on this very call."""
+    found = [mapping(item) for item in explanation.get("workarounds") or ()]
+    found.sort(key=lambda item: item.get("verified") is not True)
+    return [
+        f"{prose(item.get('words', ''))}: {code(item.get('line', ''))}"
+        + ("" if item.get("verified") is True else " (not tried here)")
+        for item in found
+        if item.get("line")
+    ]
+
+
+def remarks(explanation: Mapping[str, Any]) -> dict[str, str]:
+    """A comment for the line of the script whose layout matters: making it dense was tried and cures the call."""
+    for item in explanation.get("workarounds") or ():
+        match = _DENSE.match(str(mapping(item).get("line", "")))
+        if match and mapping(item).get("verified") is True:
+            names = match[1].split(", ")
+            behind = f" on {' and '.join(names)}" if len(names) > 1 else ""
+            return {names[0]: f".contiguous(){behind} hides the bug"}
+    return {}
+
+
+def known_note(known: Iterable[Any]) -> str:
+    """What to do first when the bug is already reported; "" when nothing fits."""
+    for item in map(mapping, known):
+        issue, fixed = str(item.get("issue", "")), one_line(item.get("fixed_in") or "", 20)
+        if not _ISSUE.match(issue):
+            continue
+        name = issue if "/" in issue else f"pytorch/{issue}"
+        if item.get("match") == "possible":
+            return f"This may be {name}: compare with it before posting."
+        first = f"This is {name}" + (", as emulated here" if item.get("match") == "emulated" else "")
+        if fixed:
+            return f"{first}, fixed in {fixed}: upgrade to torch {fixed} or later. A new issue would be a duplicate."
+        return f"{first}, for which no fixed release is known: add to that issue, a new one would be a duplicate."
+    return ""
+
+
+def labels(story: Story) -> list[str]:
+    """Labels that triage would set."""
+    found = ["module: sdpa"]
+    if story.status in LABELS:
+        found.append(LABELS[story.status])
+    if story.device in ("cuda", "cpu"):
+        found.append(f"module: {story.device}")
+    if story.backend == "CUDNN_ATTENTION":
+        found.append("module: cudnn")
+    return found
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """The value if it is a mapping, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def texts(value: Any) -> list[str]:
+    """The strings of a list; [] for anything else."""
+    return [item for item in value if isinstance(item, str)] if isinstance(value, (list, tuple)) else []
