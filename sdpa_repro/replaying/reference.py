@@ -12,48 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import log
 
 import torch
 from torch import Tensor
 
 from sdpa_repro.attention import AttentionCall
+from sdpa_repro.replaying.tiles import EXTRA, RowScale, attend_block, augmented, extra_columns, visibility
 
-KEY_TILE = 128
-"""Keys per visibility test; a tile is skipped when no row of the block may see it."""
+CONVERTED_BYTES = 64 << 20
+"""Key and value of some heads are converted for all blocks of rows together when they take no more than this."""
 
-KEY_CHUNK = 4096
-"""Keys converted to the working precision at a time."""
-
-TILE_BYTES = {"cpu": 8 << 20, "cuda": 96 << 20}
+TILE_BYTES = {"cpu": 16 << 20, "cuda": 96 << 20}
 """Scores held at a time, by device type: what the cache holds on a CPU, fewer and larger kernels on a GPU."""
 
 BLOCK_ROWS = {"cpu": 256, "cuda": 1024}
 """Query rows of a block at most: a block of a causal call computes what its last row may see."""
-
-EXTRA = 5
-"""Columns appended to value: 1, w, w², k, k·w with w = max |value| and k = |key| of that position."""
-
-
-@dataclass(frozen=True)
-class RowScale:
-    """What a row's rounding error is proportional to; every field (B, H, L) or, in a block, (G, R).
-
-    With p the softmax weights, w the largest |value| and k the 2-norm of the key at a position:
-    `weight` = Σ p·w; `spread` ≥ sqrt(Σ p²·w²), the effect of independent rounding of p (from
-    max p · Σ p·w², which is exact for one key and for equal weights); `scores` = what a relative error of
-    1 in every product of the scores would move, |query|·scale·Σ p·k·(w + |out|) + |max score|·(Σ p·w + |out|);
-    `rounded` = what a relative error of 1 in the scores themselves would move, at most
-    (|max score| + ln S + 1)·(Σ p·w + |out|), since p shrinks faster than a score falls; `size` = max |out|.
-    """
-
-    weight: Tensor
-    spread: Tensor
-    scores: Tensor
-    rounded: Tensor
-    size: Tensor
-    keys: int
-    """S, the number of terms in a row's sums (hidden keys included)."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +128,18 @@ def blocks(
         return
     with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
         for batch in range(batches):
-            for first, last, shared in head_groups(call):
-                yield from _group_blocks(call, batch, first, last - first, shared, precision, budget)
+            groups = head_groups(call)
+            step, most = _block_size(call, groups[0][1] - groups[0][0], precision, budget)
+            for chosen in _batched(groups, most):
+                yield from _head_blocks(call, batch, chosen, precision, step)
+
+
+def _block_size(call: AttentionCall, size: int, precision: torch.dtype, budget: int) -> tuple[int, int]:
+    """Query rows in a block, and how many groups of `size` heads go together, for scores of `budget` bytes."""
+    row = call.key.shape[2] * torch.empty((), dtype=precision).element_size() * size
+    most = BLOCK_ROWS.get(call.query.device.type, BLOCK_ROWS["cpu"])
+    step = max(1, min(max(budget // row, 64 // size), max(64, most // size), call.query.shape[2]))
+    return step, max(1, budget // (row * step))
 
 
 def rows_of(call: AttentionCall, batch: int, head: int, rows: Tensor) -> AttentionCall:
@@ -217,179 +200,74 @@ def head_groups(call: AttentionCall) -> list[tuple[int, int, tuple[int, int]]]:
     return groups
 
 
-def _group_blocks(
-    call: AttentionCall,
-    batch: int,
-    head: int,
-    heads: int,
-    shared: tuple[int, int],
-    precision: torch.dtype,
-    budget: int,
-) -> Iterator[Block]:
-    """The blocks of the query heads that share one key and one value head."""
-    query = call.query[batch, head : head + heads]
-    key, value = call.key[batch, shared[0]], call.value[batch, shared[1]]
-    keys = key.shape[0]
-    extra, broken = _extra_columns(key, value, precision)
-    width = torch.empty((), dtype=precision).element_size()
-    step = max(64, budget // (width * max(keys, 1)))
-    group = min(heads, max(1, step // 64))
-    step = max(1, min(step // group, BLOCK_ROWS.get(query.device.type, BLOCK_ROWS["cpu"])))
-    mask = None if call.attn_mask is None else call.attn_mask[batch]
-    for start in range(0, heads, group):
-        stop = min(start + group, heads)
-        for first in range(0, query.shape[1], step):
-            last = min(first + step, query.shape[1])
-            bias = None if mask is None else _shared_rows(mask[head + start : head + stop, first:last])
-            rows = range(first, last)
-            here = query[start:stop, first:last].to(precision)
-            output, scale, live = _attend(here, rows, key, value, (extra, broken), bias, call)
-            poisoned = torch.zeros_like(live)
-            if broken is not None:
-                seen = visibility(bias, rows, range(keys), call.is_causal, query.device)
-                poisoned = (~seen & broken).any(-1).expand_as(live)
-                output = output.masked_fill((seen & broken).any(-1).expand_as(live)[..., None], float("nan"))
-            output = output.masked_fill(~live[..., None], 0.0)
-            yield Block(batch, head + start, stop - start, first, last, output, scale, live, poisoned)
+@dataclass(frozen=True)
+class Heads:
+    """Query heads [first, first + groups·size) in groups that each share one key head and one value head."""
+
+    first: int
+    size: int
+    key_heads: tuple[int, ...]
+    value_heads: tuple[int, ...]
+
+    @property
+    def groups(self) -> int:
+        return len(self.key_heads)
+
+    @property
+    def count(self) -> int:
+        return self.groups * self.size
+
+
+def _batched(groups: list[tuple[int, int, tuple[int, int]]], most: int) -> Iterator[Heads]:
+    """Neighbouring groups of one size, at most `most` of them together."""
+    start = 0
+    while start < len(groups):
+        first, last, _ = groups[start]
+        stop = start + 1
+        while stop < len(groups) and stop - start < most and groups[stop][1] - groups[stop][0] == last - first:
+            stop += 1
+        shared = [pair for _, _, pair in groups[start:stop]]
+        yield Heads(first, last - first, tuple(key for key, _ in shared), tuple(value for _, value in shared))
+        start = stop
+
+
+def _chosen(tensor: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """Heads of (H, S, E) as (len(heads), S, E): a view where they are one head or neighbours."""
+    first = heads[0]
+    if all(head == first for head in heads):
+        return tensor[first : first + 1].expand(len(heads), -1, -1)
+    if heads == tuple(range(first, first + len(heads))):
+        return tensor[first : first + len(heads)]
+    return tensor[list(heads)]
+
+
+def _head_blocks(call: AttentionCall, batch: int, heads: Heads, precision: torch.dtype, step: int) -> Iterator[Block]:
+    """The blocks of `step` query rows of some heads."""
+    last_head = heads.first + heads.count
+    query = call.query[batch, heads.first : last_head]
+    key, value = _chosen(call.key[batch], heads.key_heads), _chosen(call.value[batch], heads.value_heads)
+    keys = key.shape[1]
+    columns = extra_columns(key, value, precision)
+    broken = None if columns[1] is None else columns[1].repeat_interleave(heads.size, 0)[:, None]
+    width = value.shape[-1]
+    small = columns[0].element_size() * len(key) * keys * (key.shape[-1] + width + EXTRA) <= CONVERTED_BYTES
+    if small:
+        key, value = key.to(precision), augmented(value, columns, slice(None))
+    mask = None if call.attn_mask is None else call.attn_mask[batch, heads.first : last_head]
+    for first in range(0, query.shape[1], step):
+        rows = range(first, min(first + step, query.shape[1]))
+        bias = None if mask is None else _shared_rows(mask[:, rows.start : rows.stop])
+        block = query[:, rows.start : rows.stop].to(precision)
+        output, scale, live = attend_block(block, rows, key, value, None if small else columns, bias, call)
+        poisoned = torch.zeros_like(live)
+        if broken is not None:
+            seen = visibility(bias, rows, range(keys), call.is_causal, query.device)
+            poisoned = (~seen & broken).any(-1).expand_as(live)
+            output = output.masked_fill((seen & broken).any(-1).expand_as(live)[..., None], float("nan"))
+        output = output.masked_fill(~live[..., None], 0.0)
+        yield Block(batch, heads.first, heads.count, rows.start, rows.stop, output, scale, live, poisoned)
 
 
 def _shared_rows(bias: Tensor) -> Tensor:
-    """Mask rows (G, R, S) as (1, R, S) when all heads read the same memory."""
+    """Mask rows (H, R, S) as (1, R, S) when all heads read the same memory."""
     return bias[:1] if bias.stride(0) == 0 else bias
-
-
-def _extra_columns(key: Tensor, value: Tensor, precision: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The five extra columns (S, 5), and which positions hold NaN or Inf (S,), None when none does."""
-    keys = key.shape[0]
-    extra = torch.ones(keys, EXTRA, dtype=precision, device=key.device)
-    for first in range(0, keys, KEY_CHUNK):
-        part = slice(first, first + KEY_CHUNK)
-        if value.shape[-1]:
-            extra[part, 1] = value[part].abs().amax(-1).to(precision)
-        extra[part, 3] = key[part].to(precision).square().sum(-1).sqrt_()
-    broken = ~(extra[:, 1].isfinite() & extra[:, 3].isfinite())
-    extra[:, 2] = extra[:, 1].square()
-    extra[:, 4] = extra[:, 1] * extra[:, 3]
-    if not bool(broken.any()):
-        return extra, None
-    return extra.masked_fill(broken[:, None], 0.0), broken
-
-
-def hidden_below(dtype: torch.dtype) -> float:
-    """Additive mask values at or below this hide a key: half of finfo.min, the usual stand-in for -inf."""
-    return torch.finfo(dtype).min / 2
-
-
-def visibility(bias: Tensor | None, rows: range, keys: range, is_causal: bool, device: torch.device) -> Tensor:
-    """Which of `keys` the query `rows` may see: bool (G or 1, R, K); `bias` holds the mask of just these."""
-    seen: Tensor | None = None
-    if bias is not None:
-        seen = bias if bias.dtype == torch.bool else bias > hidden_below(bias.dtype)
-    if is_causal:
-        row = torch.arange(rows.start, rows.stop, device=device)
-        causal = (torch.arange(keys.start, keys.stop, device=device)[None, :] <= row[:, None])[None]
-        seen = causal if seen is None else seen & causal
-    if seen is None:
-        seen = torch.ones((), dtype=torch.bool, device=device).expand(1, len(rows), len(keys))
-    return seen
-
-
-@dataclass(frozen=True)
-class Run:
-    """Keys [first, last) in whole tiles that some row of a block sees; `full` when every row sees all."""
-
-    first: int
-    last: int
-    full: bool
-
-
-def _runs(bias: Tensor | None, rows: range, keys: int, is_causal: bool) -> list[Run]:
-    """The keys a block of rows has to look at, in runs of at most `KEY_CHUNK`."""
-    starts = range(0, keys, KEY_TILE)
-    if bias is None:
-        some = [not is_causal or start < rows.stop for start in starts]
-        every = [not is_causal or start + KEY_TILE <= rows.start + 1 for start in starts]
-    else:
-        seen = visibility(bias, rows, range(keys), is_causal, bias.device).view(torch.uint8)
-        # amax and amin of bytes: any() and all() over a bool dimension are twenty times slower on a CPU
-        some, every = _per_tile(seen.amax((0, 1)), 0), [not hidden for hidden in _per_tile(1 - seen.amin((0, 1)), 0)]
-    runs: list[Run] = []
-    for start, sees, full in zip(starts, some, every, strict=True):
-        if not sees:
-            continue
-        last = runs[-1] if runs else None
-        end = min(start + KEY_TILE, keys)
-        if last and last.last == start and last.full == full and end - last.first <= KEY_CHUNK:
-            runs[-1] = Run(last.first, end, full)
-        else:
-            runs.append(Run(start, end, full))
-    return runs
-
-
-def _per_tile(columns: Tensor, fill: int) -> list[bool]:
-    """Whether any of a tile's columns (S,) is not zero, tile by tile."""
-    missing = -columns.shape[0] % KEY_TILE
-    padded = torch.nn.functional.pad(columns, (0, missing), value=fill)
-    return [bool(tile) for tile in padded.view(-1, KEY_TILE).amax(1).tolist()]
-
-
-def _attend(
-    block: Tensor,
-    rows: range,
-    key: Tensor,
-    value: Tensor,
-    columns: tuple[Tensor, Tensor | None],
-    bias: Tensor | None,
-    call: AttentionCall,
-) -> tuple[Tensor, RowScale, Tensor]:
-    """One block (G, R, E) in the working precision → output (G, R, Ev), its `RowScale`, and live (G, R)."""
-    group, count, _ = block.shape
-    precision, width = block.dtype, value.shape[-1]
-    extra, broken = columns
-    runs = _runs(bias, rows, key.shape[0], call.is_causal)
-    total = sum(run.last - run.first for run in runs)
-    scores = torch.empty(group, count, total, dtype=precision, device=block.device)
-    scaled = (block * call.softmax_scale).reshape(group * count, -1)
-    at = 0
-    for run in runs:
-        keys, part = slice(run.first, run.last), scores[:, :, at : at + run.last - run.first]
-        torch.mm(scaled, key[keys].to(precision).T, out=part.view(group * count, -1))
-        here = None if bias is None else bias[..., keys]
-        if here is not None and here.dtype != torch.bool:
-            part += here.to(precision)
-        if not run.full:
-            seen = visibility(here, rows, range(run.first, run.last), call.is_causal, block.device)
-            part.masked_fill_(~seen, float("-inf"))
-        at += run.last - run.first
-    top = scores.amax(-1) if total else scores.new_full((group, count), float("-inf"))
-    empty = top == float("-inf")
-    top = top.masked_fill(empty, 0.0)
-    scores.sub_(top[..., None]).exp_()
-    sums = torch.zeros(group * count, width + EXTRA, dtype=precision, device=block.device)
-    at = 0
-    for run in runs:
-        keys = slice(run.first, run.last)
-        augmented = torch.empty(run.last - run.first, width + EXTRA, dtype=precision, device=block.device)
-        augmented[:, :width] = value[keys]
-        augmented[:, width:] = extra[keys]
-        if broken is not None:
-            augmented[:, :width].masked_fill_(broken[keys, None], 0.0)
-        sums.addmm_(scores.view(group * count, total)[:, at : at + run.last - run.first], augmented)
-        at += run.last - run.first
-    output, scale = _finish(sums.view(group, count, -1), width, block, top, empty, call)
-    return output, scale, ~empty
-
-
-def _finish(
-    sums: Tensor, width: int, rows: Tensor, top: Tensor, empty: Tensor, call: AttentionCall
-) -> tuple[Tensor, RowScale]:
-    """Normalise the sums of one block."""
-    total = sums[..., width].masked_fill(empty, 1.0)
-    output = sums[..., :width] / total[..., None]
-    weight, square, norm, product = (sums[..., width + column] / total for column in range(1, EXTRA))
-    size = output.abs().amax(-1) if width else torch.zeros_like(total)
-    length = rows.square().sum(-1).sqrt() * abs(call.softmax_scale)
-    keys = call.key.shape[2]
-    scores = length * (product + norm * size) + top.abs() * (weight + size)
-    rounded = (top.abs() + log(max(keys, 1)) + 1) * (weight + size)
-    return output, RowScale(weight, (square / total).sqrt(), scores, rounded, size, keys)

@@ -23,7 +23,8 @@ from math import log, sqrt
 import torch
 from torch import Tensor
 
-from sdpa_repro.replaying.reference import Reference, RowScale
+from sdpa_repro.replaying.reference import Reference
+from sdpa_repro.replaying.tiles import RowScale
 
 NOISE_FACTOR = {"MATH": 5.0, "eager": 2.0}
 """How much larger than another path's error in the same row an error may be."""
