@@ -119,16 +119,12 @@ class Search:
 
     def _nothing_decides(self) -> bool:
         if self._all_fail():
-            alone = ", except S = 1, where a softmax over one key leaves little to get wrong"
-            self.why = "every length tried fails" + alone * bool(self.probe.pairs(False))
+            self.why = "every length tried fails"
         return bool(self.why)
 
     def _all_fail(self) -> bool:
-        """Whether every length fails, S = 1 aside: one key has weight 1 whatever the scores are.
-
-        That excuses no length from a crash.
-        """
-        return all(keys == 1 and not self.probe.costly for _, keys in self.probe.pairs(False))
+        """Whether every length that could be tested fails."""
+        return not self.probe.pairs(False)
 
     def _held_out(self) -> set[Pair]:
         """A seeded part of the failing and of the passing lengths; few failing ones are all needed for the fit."""
@@ -219,11 +215,9 @@ class Search:
         return found
 
     def _over(self, rule: Rule | None, sweeps: Sequence[Sweep]) -> str | None:
-        """Which lengths decide. That S = 1 passes says nothing of S, unless what it escapes is a crash."""
+        """Which lengths decide."""
         if rule is not None:
-            lone_key = Clause("S", ">", (1,))
-            told = [clause for clause in rule.clauses if self.probe.costly or clause != lone_key]
-            return Rule(tuple(told)).over or None
+            return rule.over or None
         return None if self._all_fail() else _deciding(sweeps)
 
     def answer(self, *, complete: bool = True, why: str = "") -> LengthRule:
