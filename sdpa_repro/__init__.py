@@ -13,31 +13,49 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sdpa_repro.version import VERSION as __version__
+from sdpa_repro.version import VERSION
 
 if TYPE_CHECKING:
     from sdpa_repro.attention import AttentionCall
     from sdpa_repro.capturing.session import capture
     from sdpa_repro.dump import Dump, load
     from sdpa_repro.errors import InputError
+    from sdpa_repro.explaining.explain import explain
+    from sdpa_repro.reducing.dump_reducer import reduce_dump as reduce
     from sdpa_repro.replaying.replay import replay
+
+__version__ = VERSION
 
 _HOME = {
     "AttentionCall": "sdpa_repro.attention",
     "Dump": "sdpa_repro.dump",
     "InputError": "sdpa_repro.errors",
     "capture": "sdpa_repro.capturing.session",
+    "explain": "sdpa_repro.explaining.explain",
     "load": "sdpa_repro.dump",
+    "reduce": "sdpa_repro.reducing.dump_reducer",
     "replay": "sdpa_repro.replaying.replay",
 }
 
-__all__ = ["AttentionCall", "Dump", "InputError", "__version__", "capture", "load", "replay"]
+_NAMES = {"reduce": "reduce_dump"}
+
+__all__ = [
+    "AttentionCall",
+    "Dump",
+    "InputError",
+    "__version__",
+    "capture",
+    "explain",
+    "load",
+    "reduce",
+    "replay",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_HOME[name]), _NAMES.get(name, name))
 
 
 def __dir__() -> list[str]:

@@ -34,7 +34,7 @@ VERBS = {
     "reduce": "Shrink a failing call to the smallest one that still fails.",
     "issue": "Write a script and an issue text that are ready to post.",
     "share": "Make a dump that strangers may have.",
-    "diagnose": "Capture, replay and explain in one go.",
+    "diagnose": "Capture, replay, explain and write the issue in one go.",
     "known": "List the known upstream bugs, or try them on this machine.",
 }
 """Verb (a module `cli/<verb>.py` that defines `command`) and its line in the help."""

@@ -114,7 +114,9 @@ def run_capture(words: Sequence[str], values: Mapping[str, Any], *, unpadded: bo
 
         chosen = build_options(**{name: values.get(name) for name in values if name in _model_names()})
         origin = {"command": command_line(values)}
-        found = capture_model(chosen, out, options, preload=preload, origin=origin, progress=output.progress, unpadded=unpadded)
+        found = capture_model(
+            chosen, out, options, preload=preload, origin=origin, progress=output.progress, unpadded=unpadded
+        )
     for problem in found["problems"]:
         output.warn(output.clean(problem))
     found["sentence"] = report.answer(found)

@@ -56,6 +56,12 @@ def _print(result: Published, path: Path, preload: tuple[Path, ...]) -> None:
         output.next_command(output.shell("sdpa-repro", "replay", path, *again))
         return
     output.line()
+    print_files(result)
+    output.next_command(output.shell("python", "-I", result.script))
+
+
+def print_files(result: Published) -> None:
+    """The files that were written, the title, and what to mind before posting them."""
     for name, file in (
         ("script", result.script),
         ("issue", result.issue),
@@ -72,4 +78,3 @@ def _print(result: Published, path: Path, preload: tuple[Path, ...]) -> None:
         output.line(output.clean(f"note: {note}"))
     if not result.closed:
         output.line("note: not every tensor has a closed form: the files hold captured values; read before posting")
-    output.next_command(output.shell("python", "-I", result.script))

@@ -40,8 +40,13 @@ def test_the_demo_finds_the_planted_fault_and_says_that_it_is_planted(tmp_path: 
     assert "PLANTED" in lines[0]
     assert any("the last query row (288) was computed with mask row 0, when L % 32 == 1" in line for line in lines[:4])
     assert any("likeliest token changes" in line for line in lines)
-    assert lines[-1] == "demo: found: pytorch#191937, as planted"
-    assert any(line.startswith("next: ") for line in lines)
+    assert lines[-2] == "demo: found: pytorch#191937, as planted"
+    assert lines[-1].startswith("next: cat ")
+    (issue,) = tmp_path.glob("dumps/*.issue/issue.md")
+    text = issue.read_text()
+    assert "do not post it" in text
+    assert "the last query row (64) was computed with mask row 0" in text
+    assert "fails here as it should" in done.stdout
 
 
 @pytest.mark.slow
