@@ -12,7 +12,7 @@ from typing import TextIO
 
 from sdpa_repro.environment import preload
 from sdpa_repro.errors import InputError
-from sdpa_repro.explaining.trial import UntestableError
+from sdpa_repro.explaining.trigger_call import UntestableError
 from sdpa_repro.explaining.triggers import TRIGGERS
 
 BROKEN_DEVICE = ("CUDA error", "HIP error", "illegal memory access")

@@ -17,7 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sdpa_repro.environment import free_memory
-from sdpa_repro.explaining.trial import Finding, UntestableError, attend, causal, compared, defined, normal, one_head
+from sdpa_repro.explaining.trigger_call import (
+    Finding,
+    UntestableError,
+    attend,
+    causal,
+    compared,
+    defined,
+    normal,
+    one_head,
+)
 
 
 @dataclass(frozen=True)

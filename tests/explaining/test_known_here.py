@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sdpa_repro.errors import InputError
 from sdpa_repro.explaining.known_here import Job, Outcome, _run, check_here, plan
-from sdpa_repro.explaining.trial import UntestableError, attend, compared, defined
+from sdpa_repro.explaining.trigger_call import UntestableError, attend, compared, defined
 from sdpa_repro.explaining.triggers import TRIGGERS
 from sdpa_repro.known_issues import KNOWN_ISSUES
 from sdpa_repro.situation import release

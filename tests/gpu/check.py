@@ -68,7 +68,8 @@ def steps(affected: bool) -> list[Step]:
     tests = ("-m", "pytest", "-q", "-rs", "--durations=5", "-p", "no:cacheprovider", "tests/gpu")
     return [
         Step("tests/gpu", tests, (0,), 150),
-        Step("demo", (*program, "diagnose", "--demo"), (0,), 70),
+        Step("demo", (*program, "diagnose", "--demo"), (0,), 150),
+        Step("known bugs", (*program, "known", "--here"), (0, 1), 60),
         *(
             Step(f"replay {path.name} on the GPU", (*program, "replay", str(path), "--device", "cuda"), wrong, 50)
             for path in samples
