@@ -20,8 +20,9 @@ def plant() -> Iterator[Callable[[str], None]]:
 
 
 @pytest.fixture(autouse=True)
-def sdpa_is_put_back() -> Iterator[None]:
+def sdpa_is_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """After every test the functions of torch are the ones from before."""
     yield
+    monkeypatch.undo()
     assert torch.nn.functional.scaled_dot_product_attention is ORIGINAL
     assert torch._C._nn.scaled_dot_product_attention is ORIGINAL
