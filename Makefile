@@ -58,11 +58,15 @@ capture: $(READY) ## capture one prefill of MODEL= (none: the embedded model) an
 		*) exit $$status ;; \
 	esac
 
+# One test process a core where pytest-xdist is installed, each with one thread.
+PYTEST = OMP_NUM_THREADS=1 "$(PY)" -m pytest -q \
+	$(shell "$(PY)" -c 'import os, xdist; print("-n", min(8, os.cpu_count() or 1))' 2>/dev/null)
+
 test: lint ## lint, type-check and run every test
-	@"$(PY)" -m pytest -q $(PYTEST_ARGS)
+	@$(PYTEST) $(PYTEST_ARGS)
 
 test-fast: $(READY) ## the tests that take no more than seconds
-	@"$(PY)" -m pytest -q -m "not slow" $(PYTEST_ARGS)
+	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 lint: $(READY) ## ruff and mypy --strict
 	@"$(PY)" -c 'import importlib.util as u, sys; \

@@ -109,6 +109,15 @@ def test_a_path_with_control_characters_stays_one_line(tmp_path: Path) -> None:
     refused("a\0b")
 
 
+def test_a_path_that_torch_cannot_open_is_to_be_renamed(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"x\xff.pt")
+    try:
+        dump.save(good_document(), path)
+    except OSError:
+        pytest.skip("this file system takes UTF-8 only")
+    assert "rename" in refused(path)
+
+
 FOREIGN: dict[str, bytes] = {
     "text": b"hello world\n" * 100,
     "one byte": b"P",

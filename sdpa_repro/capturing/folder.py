@@ -69,14 +69,15 @@ def remove(folder: Path, file: str) -> None:
 def entries(folder: Path) -> list[dict[str, Any]]:
     """The index, one dict a dump; lines that are no JSON objects or whose file is gone are left out."""
     try:
-        lines = (folder / INDEX).read_text(encoding="utf-8").splitlines()
+        lines = (folder / INDEX).read_bytes().split(b"\n")
     except OSError:
         return []
     found = []
     for line in lines:
-        with suppress(ValueError):
+        with suppress(ValueError, OSError, RecursionError):
             entry = json.loads(line)
-            if isinstance(entry, dict) and (folder / str(entry.get("file"))).is_file():
+            file = entry.get("file") if isinstance(entry, dict) else None
+            if isinstance(file, str) and Path(file).name == file and (folder / file).is_file():
                 found.append(entry)
     return found
 

@@ -16,6 +16,7 @@ TRACED = "torch.jit.trace"
 NOT_TENSORS = "arguments that are not tensors (torch.fx tracing)"
 NESTED = "nested tensors"
 FUNCTORCH = "functorch (vmap, grad) tensors"
+FLAT = "tensors of less than two dimensions (which torch refuses)"
 GRAPH = "CUDA graph capture (replays are not seen)"
 
 _PLAIN_DISPATCH = Tensor.__torch_dispatch__
@@ -50,6 +51,8 @@ def reason_to_pass(call: AttentionCall) -> str | None:
         reason = _reason(tensor) if tensor is not None else None
         if reason is not None:
             return reason
+    if min(tensor.dim() for tensor in (call.query, call.key, call.value)) < 2:
+        return FLAT
     if torch._C._get_tracing_state() is not None:
         return TRACED
     if torch.compiler.is_compiling():

@@ -111,6 +111,9 @@ class Begun:
     """Whether calls made by this call are part of it."""
 
 
+NOT_SEEN = Begun((), None, None, inside=True)
+
+
 @dataclass
 class Recorder:
     """Which sessions are open in this process; the patch is in place while any is."""
@@ -180,18 +183,30 @@ def _attention(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         for session in _RECORDER.open:
             session.elsewhere(threading.current_thread().name)
         return original(*args, **kwargs)
-    begun = _begin(sessions, original, args, kwargs, sys._getframe(2))
+    frame = sys._getframe(2)
+    begun = _guarded(sessions, lambda: _begin(sessions, original, args, kwargs, frame)) or NOT_SEEN
     token = _INSIDE.set(begun.inside)
     try:
         output = original(*args, **kwargs)
     except Exception as error:
-        _failed(begun, error)
+        text = f"{type(error).__name__}: {error}"
+        _guarded(sessions, lambda: _failed(begun, text))
         raise
     else:
-        _end(begun, output)
+        _guarded(sessions, lambda: _end(begun, output))
     finally:
         _INSIDE.reset(token)
     return output
+
+
+def _guarded(sessions: tuple[Listener, ...], look: Callable[[], Result]) -> Result | None:
+    """`look()`; what goes wrong in it is the recorder's own fault, counted and never the model's to meet."""
+    try:
+        return look()
+    except Exception as error:
+        for session in sessions:
+            session.passed(f"the recorder could not look at it ({type(error).__name__}: {error})"[:200])
+        return None
 
 
 def _begin(sessions: tuple[Listener, ...], original: Any, args: Any, kwargs: Any, frame: FrameType) -> Begun:
@@ -232,13 +247,13 @@ def _end(begun: Begun, output: Any) -> None:
                 session.take(index, replace(begun.seen, output=here[1]))
 
 
-def _failed(begun: Begun, error: Exception) -> None:
+def _failed(begun: Begun, error: str) -> None:
     """Show a call that has raised to the sessions that want it."""
     if begun.seen is None:
         return
     with unseen():
         for session, index in begun.takers:
-            session.take(index, replace(begun.seen, error=f"{type(error).__name__}: {error}"))
+            session.take(index, replace(begun.seen, error=error))
 
 
 def _fast_path(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -113,6 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Not `group.main()`: that turns Ctrl-C and a closed pipe into statuses of its own.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")  # a file name may hold what the terminal's encoding lacks
     try:
         if COMPLETION in os.environ:
             group.main(prog_name=PROGRAM)

@@ -111,8 +111,9 @@ def aligned(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | 
 
 
 def shell(*words: object) -> str:
-    """The words as a POSIX shell command line, quoted so that it can be pasted."""
-    return " ".join(shlex.quote(str(word)) for word in words)
+    """The words as a POSIX shell command line, quoted so that it can be pasted; a path is never taken for an option."""
+    texts = [f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word) for word in words]
+    return " ".join(map(shlex.quote, texts))
 
 
 def clean(text: str) -> str:

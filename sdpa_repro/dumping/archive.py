@@ -61,6 +61,8 @@ def read(path: Path) -> object:
         _check_pickle(data[pickle.start : pickle.stop])
     try:
         return torch.load(os.fspath(path), map_location="cpu", weights_only=True, mmap=True)
+    except UnicodeEncodeError as error:
+        raise Refused("torch opens no file whose path is not UTF-8 (rename it)") from error
     except Exception as error:  # whatever torch trips over, the file is at fault: it is not what torch.save writes
         raise Refused(f"torch cannot read it ({type(error).__name__})") from error
 

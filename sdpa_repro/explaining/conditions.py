@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
+import torch
+
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.errors import InputError
 from sdpa_repro.explaining.answers import FAILING, Answer, Conditions, Outcome, Tried, Workaround
@@ -21,6 +23,7 @@ from sdpa_repro.known_issues import Match
 from sdpa_repro.replaying.backends import first_line
 from sdpa_repro.replaying.trial import Result, Trial, same_failure, without_output
 from sdpa_repro.replaying.verdict import Status, unit_roundoff
+from sdpa_repro.situation import affected
 
 TrialFor = Callable[[Mapping[str, Any]], Trial]
 """From the switches to run under (a dump's context) to the question whether the suspected backend fails."""
@@ -288,11 +291,11 @@ def _lines(search: _Search) -> list[Workaround]:
 
 
 def _upgrades(known: Sequence[Match]) -> list[Workaround]:
-    """The releases that fix the known bugs, which cannot be tried here."""
+    """The releases that fix the known bugs, which cannot be tried here; none for a bug fixed in the running one."""
     return [
         Workaround(f"fixed in torch {match.fixed_in} ({match.issue})", f"pip install 'torch>={match.fixed_in}'", False)
         for match in known
-        if match.fixed_in
+        if match.fixed_in and affected(torch.__version__, None, None, match.fixed_in)
     ]
 
 

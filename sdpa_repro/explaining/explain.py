@@ -146,7 +146,24 @@ def explain(
                 complete &= getattr(found[part], "complete", True)
         except KeyboardInterrupt:
             complete = False
+    if found.get("conditions") is not None and found.get("length_rule") is not None:
+        found["conditions"] = with_rule(found["conditions"], found["length_rule"])
     return Explanation(Path(path), chosen.value, result, **found, seconds=time.monotonic() - start, complete=complete)
+
+
+def with_rule(conditions: Conditions, rule: LengthRule) -> Conditions:
+    """The conditions with the lengths that a rule decides among the needed ones.
+
+    A condition is tried at a few lengths only, which a fault that begins at some length may survive.
+    """
+    if rule.rule is None or rule.over is None:
+        return conditions
+    decided = {f"length_{name}" for name in rule.over.split(" and ")}
+    moved = tuple(
+        replace(answer, why=f"fails when {rule.rule}") for answer in conditions.not_needed if answer.id in decided
+    )
+    kept = tuple(answer for answer in conditions.not_needed if answer.id not in decided)
+    return replace(conditions, needed=(*conditions.needed, *moved), not_needed=kept)
 
 
 def throttled(say: Progress, seconds: float = 2.0) -> Progress:

@@ -70,6 +70,19 @@ def test_a_torn_line_costs_itself_only(tmp_path: Path) -> None:
     assert files(tmp_path) == ["a.pt", "b.pt"]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff\xfe", b'{"file": ["a.pt"]}', b'{"file": "../b.pt"}', b'{"file": "%s"}' % (b"n" * 999), b"[" * 99999],
+)
+def test_a_foreign_line_costs_itself_only(line: bytes, tmp_path: Path) -> None:
+    folder.add(tmp_path, "a", write, {})
+    (tmp_path.parent / "b.pt").touch()
+    with (tmp_path / folder.INDEX).open("ab") as index:
+        index.write(line)
+    folder.add(tmp_path, "c", write, {})
+    assert files(tmp_path) == ["a.pt", "c.pt"]
+
+
 def test_numbers_that_json_lacks_are_written_as_text(tmp_path: Path) -> None:
     folder.add(tmp_path, "a", write, {"live_ratio": float("inf")})
     assert folder.entries(tmp_path) == [{"file": "a.pt", "live_ratio": "inf"}]

@@ -23,7 +23,8 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sdpa_repro.capturing import Session, capture
+from sdpa_repro.capturing import Session, capture, recorder
+from sdpa_repro.capturing.passing import FLAT
 from sdpa_repro.dump import load
 from sdpa_repro.errors import InputError
 from tests.calls import make_call
@@ -307,6 +308,31 @@ def test_wrong_arguments_are_for_torch_to_refuse(tmp_path: Path) -> None:
     query = torch.ones(1, 1, 3, 4)
     with capture(tmp_path), pytest.raises(TypeError, match=r"unknown|unexpected"):
         F.scaled_dot_product_attention(query, attend(), query, **{"sclae": 1.0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("flat", ["query", "key", "value"])
+def test_a_tensor_of_one_dimension_is_for_torch_to_refuse(flat: str, tmp_path: Path) -> None:
+    tensors = {name: torch.ones(1, 1, 3, 4) for name in ("query", "key", "value")}
+    with capture(tmp_path) as session:
+        attend()
+        with pytest.raises(RuntimeError, match="at least 2 dim"):
+            F.scaled_dot_product_attention(**{**tensors, flat: torch.ones(4)})
+    assert session.summary()["passed"] == {FLAT: 1}
+
+
+def test_what_goes_wrong_in_the_recorder_never_reaches_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise LookupError("of the recorder")
+
+    expected = attend()
+    for name in ("phase_of", "local"):
+        with capture(tmp_path) as session, monkeypatch.context() as patch:
+            attend()
+            patch.setattr(recorder, name, broken)
+            assert torch.equal(attend(), expected)
+        assert session.summary()["passed"] == {"the recorder could not look at it (LookupError: of the recorder)": 1}
 
 
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])

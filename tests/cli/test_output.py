@@ -143,6 +143,10 @@ def test_shell_words_survive_a_shell() -> None:
     assert shlex.split(output.shell(*words)) == words
 
 
+def test_a_path_is_never_taken_for_an_option() -> None:
+    assert output.shell("show", "--json", Path("-a.pt"), Path("b.pt")) == "show --json ./-a.pt b.pt"
+
+
 def test_the_next_command_starts_the_way_that_works_here(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.explaining.answers import Conditions
-from sdpa_repro.explaining.conditions import backend_line, conditions
+from sdpa_repro.explaining.conditions import _upgrades, backend_line, conditions
 from sdpa_repro.explaining.factors import FACTORS
 from sdpa_repro.known_issues import Match
 from sdpa_repro.replaying.backends import Backend
@@ -305,7 +305,8 @@ def test_ctrl_c_keeps_what_was_found() -> None:
     assert "stopped before the end" in found.words()[-1]
 
 
-def test_the_release_that_fixes_a_known_bug_is_named_and_marked_as_not_tried() -> None:
+def test_the_release_that_fixes_a_known_bug_is_named_and_marked_as_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
     match = Match("pytorch#191937", "exact", "title", "2.14.0", "")
     (upgrade,) = conditions(make_call(), when(lambda call: True), CONTEXT, known=[match]).workarounds
     assert "2.14.0" in upgrade.line
@@ -327,3 +328,10 @@ def test_progress_names_each_condition() -> None:
     said: list[str] = []
     conditions(make_call(), when(lambda call: True), CONTEXT, progress=said.append)
     assert "condition: a mask" in said
+
+
+@pytest.mark.parametrize(("version", "offered"), [("2.13.0+cpu", True), ("2.14.0", False), ("2.14.1+cu130", False)])
+def test_an_upgrade_comes_before_the_fix_only(monkeypatch: pytest.MonkeyPatch, version: str, offered: bool) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    match = Match("pytorch#191937", "emulated", "", "2.14.0", "")
+    assert [workaround.line for workaround in _upgrades([match])] == ["pip install 'torch>=2.14.0'"] * offered

@@ -67,6 +67,16 @@ def test_a_crash_is_explained_in_worker_processes(tmp_path: Path) -> None:
     assert "crashes" in result.poison.words
 
 
+@pytest.mark.slow
+def test_a_length_that_the_rule_decides_is_needed_although_its_neighbours_fail_too(tmp_path: Path) -> None:
+    path = dump(tmp_path, rows=289, heads=2, width=16, layout="dense")
+    result = explain(path, preload=fault("rows_beyond"), parts=("conditions", "length_rule"))
+    document = result.document()
+    assert document["length_rule"]["rule"] == "L > 128"
+    assert "length_L" in document["needed"]
+    assert "length_L" not in document["not_needed"]
+
+
 def test_unknown_parts_and_backends_are_refused(tmp_path: Path) -> None:
     path = dump(tmp_path)
     with pytest.raises(InputError, match="unknown part 'magic'"):
