@@ -126,9 +126,9 @@ def load(path: Path | str, device: torch.device | str = "cpu") -> Dump:
         reason = error.strerror or error
         raise _input_error(f"cannot read {path}: {reason}: check the path and its access rights") from error
     except ValueError as error:  # Refused, or a path with a null byte
-        raise _input_error(
-            f"cannot use {path} as a dump: {error}: capture the call again or get a fresh copy"
-        ) from error
+        folder = "it is a folder" in str(error)
+        mend = "give one of the dumps in it" if folder else "capture the call again or get a fresh copy"
+        raise _input_error(f"cannot use {path} as a dump: {error}: {mend}") from error
     try:
         tensors = build(contents, torch.device(device))
     except (RuntimeError, AssertionError, NotImplementedError, MemoryError) as error:

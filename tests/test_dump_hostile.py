@@ -72,7 +72,7 @@ def test_a_missing_file_is_named(path: Path) -> None:
 
 
 def test_a_folder_is_named_as_one(tmp_path: Path) -> None:
-    assert "it is a folder" in refused(tmp_path)
+    assert "it is a folder: give one of the dumps in it" in refused(tmp_path)
 
 
 def test_an_empty_file_is_named_as_one(path: Path) -> None:

@@ -114,6 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Not `group.main()`: that turns Ctrl-C and a closed pipe into statuses of its own.
     """
+    sys.stdout = sys.stdout or io.StringIO()  # `>&-`: started without one
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")  # a file name may hold what the terminal's encoding lacks

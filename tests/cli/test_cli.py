@@ -163,6 +163,23 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     process.stderr.close()
 
 
+def test_a_name_that_the_terminal_cannot_show_is_no_error() -> None:
+    code = (
+        "import sys; from sdpa_repro import cli; cli.group.callback = lambda: print('a\\udcff'); sys.exit(cli.main([]))"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, b"a\\udcff"), done.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell closes it")
+def test_a_closed_stdout_is_no_error() -> None:
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -m sdpa_repro known >&-', sys.executable], stderr=subprocess.PIPE, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_short_answer_to_a_closed_reader_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m sdpa_repro --help | true"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, env=dict(os.environ))
