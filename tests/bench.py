@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,12 @@ import sdpa_repro
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.capturing.tiny import tiny_inputs, widened
 from sdpa_repro.dump import load, save, snapshot
+from sdpa_repro.reducing.reduction import reduce
+from sdpa_repro.replaying.backends import Backend
 from sdpa_repro.replaying.reference import reference
+from sdpa_repro.replaying.trial import Result, in_process
+from tests.calls import make_call
+from tests.reducing.test_faults import CASES
 
 REPEATS = 3
 
@@ -213,6 +219,43 @@ def bench_dump(folder: Path) -> Iterator[Row]:
         yield Row(f"dump read, {name}, over torch.load", read[0] / read[1], 2.0, f"{read[0] * 1e3:.0f} ms")
 
 
+def bench_reduce() -> Iterator[Row]:
+    """Reducing over a bare loop of the trials it makes, and the number of trials for each planted fault."""
+    call = make_call(rows=289, heads=16, width=512, scale=1.0, padding=7)
+    with planted("pytorch_191937"):
+        trial = in_process(Backend.FLASH_ATTENTION)
+        asked: list[AttentionCall] = []
+
+        def counted(call: AttentionCall) -> Result:
+            asked.append(call)
+            return trial(call)
+
+        reduce(call, counted)
+        calls = list(asked)
+        whole, bare = paired(lambda: reduce(call, trial), lambda: [trial(each) for each in calls])
+    yield Row(
+        "reduce of 1x16x289x512 with pytorch#191937 planted, over a bare loop of the same trials",
+        whole / bare,
+        2.0,
+        f"{len(calls)} trials in {whole:.1f} s",
+    )
+    for case in CASES:
+        with planted(case.fault):
+            found = reduce(case.call(), in_process(Backend.FLASH_ATTENTION))
+        words = f"{found.calls} trials, {found.seconds:.1f} s, down to {found.shape}"
+        yield Row(f"trials to reduce {case.fault}, over {case.calls}", found.calls / case.calls, 1.0, words)
+
+
+@contextmanager
+def planted(fault: str) -> Iterator[None]:
+    """A fault of tests/faults in this process."""
+    runpy.run_path(str(Path(__file__).parent / "faults" / f"{fault}.py"))
+    try:
+        yield
+    finally:
+        sys.modules["emulation"].restore()
+
+
 HEADER = """# What it costs
 
 Written by `make bench` on {cores} cores, torch {torch}: ratios of medians within one run; below the aim is good.
@@ -225,7 +268,7 @@ Written by `make bench` on {cores} cores, torch {torch}: ratios of medians withi
 def main() -> int:
     """Run the parts asked for, print each row as it is measured, write the table when all were run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("reference", "replay", "capture", "dump"))
+    parser.add_argument("--only", choices=("reference", "replay", "capture", "dump", "reduce"))
     parser.add_argument("--output", type=Path, default=Path("docs/bench.md"))
     options = parser.parse_args()
     lines = []
@@ -236,6 +279,7 @@ def main() -> int:
             "replay": lambda: bench_replay(folder),
             "capture": lambda: (row for kind in (torch.bfloat16, torch.float32) for row in bench_capture(folder, kind)),
             "dump": lambda: bench_dump(folder),
+            "reduce": lambda: bench_reduce(),
         }
         for part, rows in parts.items():
             if options.only in (None, part):
