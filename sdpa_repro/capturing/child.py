@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 VARIABLE = "SDPA_REPRO_CAPTURE"
 """Environment variable with the plan, in JSON: `out`, `reports`, `package`, `options`, `preload`, `origin`."""
 
+SO_FAR_SECONDS = 0.5
+"""A report of the calls so far is left this often, for a process that is killed before its last one."""
+
 _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?$")
 _ISOLATED = re.compile(r"-[A-Za-z]*[IES]")
 
@@ -48,6 +51,7 @@ class Process:
         self._report = self._name()
         self._pid = os.getpid()
         self._workers_know = False
+        self._left = 0.0
 
     def start(self) -> None:
         """Preload, then record from here to the end of the process. Ends the process when a preload fails."""
@@ -113,8 +117,17 @@ class Process:
             origin=self.plan["origin"],
             preloaded=self._preloaded,
             trail=Trail(Path(self.plan["reports"]) / f"{self._report}.at").write,
+            recorded=self._so_far,
         )
+        self._left = 0.0
         recorder.open_session(self.session, everywhere=True)
+
+    def _so_far(self) -> None:
+        """Leave what is known now, now and then: `multiprocessing.Pool` kills its workers, `os._exit` skips the end."""
+        now = time.monotonic()
+        if self.session is not None and now - self._left >= SO_FAR_SECONDS:
+            self._left = now
+            self._leave({"state": "running", "summary": self.session.summary(), "unrecorded": self.unrecorded})
 
     def _tell_workers(self) -> None:
         """Workers of `multiprocessing` may end without `atexit`, and forget finalizers as they begin."""

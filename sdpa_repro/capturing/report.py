@@ -30,8 +30,9 @@ def of_script(run: ScriptRun, out: Path, options: Options, preloaded: Sequence[M
     """Report of all processes of a script; keeps as many of their dumps as one process may write."""
     from dataclasses import asdict
 
-    ended = [report["summary"] for report in run.reports if report["state"] == "ended"]
-    merged = _merged(ended, out, preloaded, asdict(options))
+    told = [report["summary"] for report in run.reports if "summary" in report]
+    merged = _merged(told, out, preloaded, asdict(options))
+    merged["dumps"] = [dump for dump in merged["dumps"] if (out / dump["file"]).is_file()]
     lost = [report for report in run.reports if report["state"] == "running"]
     known = {dump["file"] for dump in merged["dumps"]}
     for entry in run.new:

@@ -34,8 +34,8 @@ class ScriptRun:
     """How the script ended, and what each of its Python processes reported.
 
     status: its exit status as a shell gives it, 128 + n for signal n. reports: a dict a process that imported
-    torch, with `pid`, `state` ("ended", "running", or "failed") and, when it ended, `summary`. new: index
-    entries that were added during the run.
+    torch, with `pid`, `state` ("ended", "running", or "failed") and a `summary`, of all calls when it ended and of
+    those so far when not. new: index entries that were added during the run.
     """
 
     status: int

@@ -45,10 +45,12 @@ class Session:
         origin: Mapping[str, Any] | None = None,
         preloaded: Sequence[Mapping[str, str]] = (),
         trail: Callable[[str], None] | None = None,
+        recorded: Callable[[], None] | None = None,
     ) -> None:
         """Creates the folder `out`, else raises InputError.
 
-        `trail` is told which call is running ("" for none), for the case that it does not come back.
+        `trail` is told which call is running ("" for none), for the case that it does not come back;
+        `recorded` is called after each call that was looked at.
         """
         self.out = Path(out)
         self.options = options
@@ -57,6 +59,7 @@ class Session:
         self._progress = progress or (lambda _: None)
         self._notes: dict[str, Any] = dict(origin or {})
         self._trail = trail
+        self._recorded = recorded or (lambda: None)
         self._preloaded = [dict(each) for each in preloaded]
         self._environments: dict[str, dict[str, Any]] = {}
         self._records: dict[int, CallRecord] = {}
@@ -175,6 +178,7 @@ class Session:
             self._report(record)
             stop = record.wrong and self.options.stop_at_first
             self._stopped |= stop
+        self._recorded()
         if stop:
             raise Stopped(self)
 

@@ -266,8 +266,8 @@ def _script_lines(script: Mapping[str, Any]) -> list[str]:
     lines += [f"recorder: {error}" for error in script["failed"]]
     if script["without_report"]:
         lines.append(
-            f"{script['without_report']} process(es) ended without a report (os._exit, exec, or killed): "
-            "dumps already on disk are listed, other calls of theirs are not"
+            f"{script['without_report']} process(es) ended without a last report (os._exit, exec, or killed): "
+            "their last calls may be missing here, and a healthy call is not dumped"
         )
     lines += [
         f"a process ended inside {call}: add --call {call.split()[1]} to dump its inputs" for call in script["inside"]
