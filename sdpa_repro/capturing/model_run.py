@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from sdpa_repro.capturing import report
+from sdpa_repro.capturing.placement import target_device
 from sdpa_repro.capturing.prefill import forward, padded, prepare, totals
 from sdpa_repro.capturing.recorder import Stopped, listening
 from sdpa_repro.capturing.records import Options
@@ -19,7 +20,8 @@ from sdpa_repro.environment import software
 
 if TYPE_CHECKING:
     from sdpa_repro.capturing.options import PrefillOptions
-    from sdpa_repro.capturing.prefill import Prefill
+    from sdpa_repro.capturing.placement import target_device
+from sdpa_repro.capturing.prefill import Prefill
 
 
 def capture_model(
@@ -38,11 +40,13 @@ def capture_model(
     next token. Raises InputError for what the user can mend: the model, the inputs, the folder, a preload file.
     """
     preloaded = run_preloads([Path(path) for path in preload])
+    for line in machine(prefill_options.device):
+        progress(line)
     prefill = prepare(prefill_options, progress)
     lengths = totals(prefill, prefill_options)
     if unpadded:
         lengths = [prefill.length, *lengths]
-    for line in [*surroundings(prefill), *prefill.notes]:
+    for line in [*subject(prefill), *prefill.notes]:
         progress(line)
     facts = {"model": prefill.name, **(origin or {})}
     session = Session(out, options, progress=progress, origin=facts, preloaded=preloaded)
@@ -82,17 +86,21 @@ def _beside_unpadded(logits: Mapping[int, Tensor], length: int) -> list[str]:
     return lines
 
 
-def surroundings(prefill: Prefill) -> list[str]:
-    """What is being tested, in lines for the user: torch, transformers, GPU and driver, model."""
-    found = software(prefill.device)
+def machine(device: str | None) -> list[str]:
+    """What is being tested, in lines for the user: torch, transformers, GPU, driver. InputError without that device."""
+    found = software(target_device(device))
     lines = [f"torch {found['torch']} at {found['torch_path']}", f"transformers {found['transformers']}"]
     if found.get("gpu"):
-        lines.append(f"{found['gpu']}, compute capability {found.get('capability')}, driver {found.get('driver')}")
-    else:
-        lines.append(f"no GPU in use, CPU capability {found.get('cpu')}")
-    lines.append(f"{prefill.name}, {str(prefill.dtype).removeprefix('torch.')} on {prefill.device}")
-    lines.append(f"prompt of {prefill.length} tokens, padded on the {prefill.padding_side}")
-    return lines
+        return [*lines, f"{found['gpu']}, compute capability {found.get('capability')}, driver {found.get('driver')}"]
+    return [*lines, f"no GPU in use, CPU capability {found.get('cpu')}"]
+
+
+def subject(prefill: Prefill) -> list[str]:
+    """The model and its prompt, in lines for the user."""
+    return [
+        f"{prefill.name}, {str(prefill.dtype).removeprefix('torch.')} on {prefill.device}",
+        f"prompt of {prefill.length} tokens, padded on the {prefill.padding_side}",
+    ]
 
 
 def residues(length: int) -> str:
