@@ -26,6 +26,7 @@ from sdpa_repro import dump
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.errors import InputError
 from tests.calls import make_call
+from tests.make_sample import in_one_arena
 
 SECONDS = 2.0
 """Of this process, whatever else the machine does."""
@@ -55,6 +56,7 @@ def refused(path: Path | str) -> str:
 
 def good_document() -> Document:
     call = make_call(heads=2, rows=5, width=8)
+    call = call.with_tensors(in_one_arena(call.tensors))
     return dump.snapshot(call, call.query.clone(), origin={"module": "m"}, context={"grad": False})
 
 

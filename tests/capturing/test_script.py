@@ -341,6 +341,7 @@ def test_interrupting_keeps_what_there_is(tmp_path: Path) -> None:
         stderr=subprocess.DEVNULL,
         text=True,
         cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job may inherit "ignore"
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
