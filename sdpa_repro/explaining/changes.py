@@ -170,7 +170,7 @@ def with_dense(call: AttentionCall, *names: str) -> AttentionCall | None:
     """The named tensors made contiguous, as `.contiguous()` does; None when all of them are."""
     if all(call.tensors[name].is_contiguous() for name in names):
         return None
-    return replace(call, **{name: call.tensors[name].contiguous() for name in names})  # type: ignore[arg-type]
+    return call.with_tensors({name: call.tensors[name].contiguous() for name in names})
 
 
 def with_dense_head(call: AttentionCall, *names: str) -> AttentionCall | None:
@@ -181,7 +181,7 @@ def with_dense_head(call: AttentionCall, *names: str) -> AttentionCall | None:
         once = viewed_once(tensor)
         if not once.is_contiguous():
             fresh[name] = once.contiguous().expand(tensor.shape)
-    return replace(call, **fresh) if fresh else None  # type: ignore[arg-type]
+    return call.with_tensors(fresh) if fresh else None
 
 
 def with_value_apart(call: AttentionCall) -> AttentionCall | None:

@@ -17,6 +17,7 @@ from sdpa_repro.replaying.comparable import Values
 from sdpa_repro.replaying.reference import Reference, four_dims
 from sdpa_repro.replaying.verdict import Bad, Judgement, RowErrors, Status, judge, row_errors, thresholds
 from sdpa_repro.replaying.worker import Outcome
+from sdpa_repro.visibility import ranges
 
 FAILED = {
     "declined": Status.DECLINED,
@@ -110,17 +111,6 @@ def bad_document(bad: Bad) -> dict[str, Any]:
 
 def _listed(indices: Sequence[int]) -> list[Any]:
     return list(indices) if len(indices) <= LISTED else [list(pair) for pair in ranges(indices)]
-
-
-def ranges(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Sorted indices as (first, last) stretches: 1, 2, 3, 7 → (1, 3), (7, 7)."""
-    found: list[tuple[int, int]] = []
-    for index in indices:
-        if found and found[-1][1] == index - 1:
-            found[-1] = (found[-1][0], index)
-        else:
-            found.append((index, index))
-    return found
 
 
 def judged(

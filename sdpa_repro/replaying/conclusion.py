@@ -8,8 +8,9 @@ from typing import Any
 
 from sdpa_repro.known_issues import Match
 from sdpa_repro.replaying.backends import MISSING, OUT_OF_MEMORY, Backend
-from sdpa_repro.replaying.cells import Cell, ranges
+from sdpa_repro.replaying.cells import Cell
 from sdpa_repro.replaying.verdict import Bad, Status, Verdict
+from sdpa_repro.visibility import ranges
 
 LISTED_STRETCHES = 4
 """Stretches of indices written out in a sentence; more become a count."""
