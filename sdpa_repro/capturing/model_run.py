@@ -20,8 +20,7 @@ from sdpa_repro.environment import software
 
 if TYPE_CHECKING:
     from sdpa_repro.capturing.options import PrefillOptions
-    from sdpa_repro.capturing.placement import target_device
-from sdpa_repro.capturing.prefill import Prefill
+    from sdpa_repro.capturing.prefill import Prefill
 
 
 def capture_model(

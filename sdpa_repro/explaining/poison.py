@@ -34,8 +34,12 @@ FILLINGS = (Filling(0xFF, 0x01), Filling(0x7B, 0x01), Filling(0xFF, 0x00))
 """NaN in every float dtype; 1.3e36 in bfloat16 and float32, 61296 in float16. Bools may hold 0 and 1 only."""
 
 PATTERNS = (0xFF, 0x7B)
-BLOCKS = 8
-"""Freed blocks of the output's size that hold a pattern, so that the allocator hands one to the kernel."""
+LEAST_BLOCKS, MOST_BLOCKS, PREPARED = 8, 1024, 8 << 20
+"""Freed blocks of the output's size that hold a pattern, so that the allocator hands one to the kernel: as many as
+fit into so many bytes, since a heap that has been used for long has small holes elsewhere."""
+
+ATTEMPTS = 8
+"""Times each pattern is tried before the allocator is said not to let it be shown."""
 
 NOISE = 4.0
 """A kernel whose runs differ must move by more than this multiple of their difference."""
@@ -151,11 +155,14 @@ def _stale_rows(call: AttentionCall, trial: Trial, clean: Tensor) -> tuple[Tenso
     nbytes = max(1, clean.numel() * clean.element_size())
     stale, reused = torch.ones_like(clean, dtype=torch.bool, device="cpu"), True
     for pattern in PATTERNS:
-        places = _leave_behind(nbytes, pattern, clean.device)
-        output = trial(call).output
-        if output is None:
-            return torch.zeros(clean.shape[:-1], dtype=torch.bool), False
-        reused &= any(start <= output.data_ptr() < start + nbytes for start in places)
+        for _ in range(ATTEMPTS):
+            places = _leave_behind(nbytes, pattern, clean.device)
+            output = trial(call).output
+            if output is None:
+                return torch.zeros(clean.shape[:-1], dtype=torch.bool), False
+            if inside := any(start <= output.data_ptr() < start + nbytes for start in places):
+                break
+        reused &= inside
         prepared = torch.full((output.element_size(),), pattern, dtype=torch.uint8).view(output.dtype)
         stale &= (_bits(output.reshape(clean.shape)).cpu() == _bits(prepared)).view(clean.shape)
     return stale.any(-1), reused
@@ -163,7 +170,8 @@ def _stale_rows(call: AttentionCall, trial: Trial, clean: Tensor) -> tuple[Tenso
 
 def _leave_behind(nbytes: int, pattern: int, device: torch.device) -> list[int]:
     """Fill blocks of memory and give them back to the allocator; returns their addresses."""
-    blocks = [torch.full((nbytes,), pattern, dtype=torch.uint8, device=device) for _ in range(BLOCKS)]
+    count = min(MOST_BLOCKS, max(LEAST_BLOCKS, PREPARED // nbytes))
+    blocks = [torch.full((nbytes,), pattern, dtype=torch.uint8, device=device) for _ in range(count)]
     return [block.data_ptr() for block in blocks]
 
 

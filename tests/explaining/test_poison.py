@@ -72,9 +72,8 @@ def reads_mask_rows_past_the_last(call: AttentionCall) -> Tensor:
 
 
 def leaves_the_last_row(call: AttentionCall) -> Tensor:
-    result = attention(call).to(call.query.dtype)
-    output = torch.empty(result.shape, dtype=result.dtype)
-    output[:, :, :-1] = result[:, :, :-1]
+    output = torch.empty(*call.query.shape[:-1], call.value.shape[-1], dtype=call.query.dtype)
+    output[:, :, :-1] = attention(call)[:, :, :-1].to(call.query.dtype)
     return output
 
 
