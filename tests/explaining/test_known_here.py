@@ -126,9 +126,9 @@ def run_two(preload: Path, timeout: float = 60.0) -> dict[str, Outcome]:
 @pytest.mark.slow
 def test_a_trigger_that_hangs_costs_its_own_time_only(tmp_path: Path) -> None:
     started = time.monotonic()
-    outcomes = run_two(replacing(tmp_path, "pytorch#103963", "time.sleep(600)"), timeout=6.0)
-    assert time.monotonic() - started < 40
-    assert outcomes["pytorch#103963"].detail == "no answer within 6 s"
+    outcomes = run_two(replacing(tmp_path, "pytorch#103963", "time.sleep(600)"), timeout=20.0)
+    assert time.monotonic() - started < 300
+    assert outcomes["pytorch#103963"].detail == "no answer within 20 s"
     assert outcomes["pytorch#127055"].status == "not affected"
 
 

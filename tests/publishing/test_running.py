@@ -57,7 +57,7 @@ def test_an_assertion_is_told_from_other_endings() -> None:
 
 def wait_for_end(pid: int) -> bool:
     """Whether a process that was killed is gone, or waits for its parent, within a few seconds."""
-    for _ in range(100):
+    for _ in range(400):
         state = Path(f"/proc/{pid}/stat")
         if not state.exists() or state.read_text().split()[2] == "Z":
             return True
@@ -72,10 +72,10 @@ def test_a_script_that_hangs_is_ended_with_its_children() -> None:
         "print(child.pid, flush=True)\ntime.sleep(60)\n"
     )
     started = time.monotonic()
-    run = run_script(text, timeout=3)
-    assert time.monotonic() - started < 30
+    run = run_script(text, timeout=8)
+    assert time.monotonic() - started < 50
     assert run.status is None
-    assert run.ending() == "stopped after 3 s"
+    assert run.ending() == "stopped after 8 s"
     assert wait_for_end(int(run.output))
 
 
