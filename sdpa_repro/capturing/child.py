@@ -15,7 +15,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sdpa_repro.capturing.after_import import after_import
 
@@ -40,12 +40,27 @@ def install(plan: dict[str, Any]) -> Process:
     return process
 
 
+class Watch(Protocol):
+    """What a process does from its first import of torch on: record, or guard."""
+
+    def summary(self) -> dict[str, Any]:
+        """What it has come to; `seen` and `passed` are counts of calls."""
+
+    def close(self) -> None:
+        """End it."""
+
+    def forget(self) -> None:
+        """In a forked child: this one is the parent's."""
+
+
 class Process:
     """This process's session and its report."""
 
+    variable = VARIABLE
+
     def __init__(self, plan: dict[str, Any]) -> None:
         self.plan = plan
-        self.session: Session | None = None
+        self.session: Watch | None = None
         self.unrecorded: list[str] = []
         self._preloaded: list[dict[str, str]] = []
         self._report = self._name()
@@ -83,9 +98,6 @@ class Process:
         session = self.session
         if session is None:
             return
-        from sdpa_repro.capturing import recorder
-
-        recorder.close_session(session)
         session.close()
         summary = session.summary()
         if not self._is_fork or summary["seen"] or summary["passed"]:
@@ -110,7 +122,7 @@ class Process:
         from sdpa_repro.capturing.records import Options
         from sdpa_repro.capturing.session import Session
 
-        self.session = Session(
+        session = Session(
             self.plan["out"],
             Options(**self.plan["options"]),
             progress=say,
@@ -119,8 +131,9 @@ class Process:
             trail=Trail(Path(self.plan["reports"]) / f"{self._report}.at").write,
             recorded=self._so_far,
         )
+        self.session = _Recording(session)
         self._left = 0.0
-        recorder.open_session(self.session, everywhere=True)
+        recorder.open_session(session, everywhere=True)
 
     def _so_far(self) -> None:
         """Leave what is known now, now and then: `multiprocessing.Pool` kills its workers, `os._exit` skips the end."""
@@ -144,11 +157,9 @@ class Process:
         """A forked child has a copy of the parent's session, locks included: it gets its own."""
         if self.session is None:
             return
-        from sdpa_repro.capturing import recorder
-
         self._report = self._name()
         self.unrecorded = []
-        recorder.forget_sessions()
+        self.session.forget()
         self.session = None
         with suppress(Exception):
             self._open()
@@ -166,7 +177,7 @@ class Process:
         isolated = next((flag for flag in flags if _ISOLATED.match(flag)), None)
         if isolated is not None:
             self.unrecorded.append(f"a child process {first} {isolated}")
-        elif environment is not None and VARIABLE not in {os.fsdecode(name) for name in environment}:
+        elif environment is not None and self.variable not in {os.fsdecode(name) for name in environment}:
             self.unrecorded.append(f"a child process {first} with an environment of its own")
 
     def _name(self) -> str:
@@ -179,6 +190,27 @@ class Process:
         with suppress(OSError):
             fresh.write_text(json.dumps({"pid": os.getpid(), "parent": os.getppid(), **report}), encoding="utf-8")
             os.replace(fresh, folder / self._report)
+
+
+class _Recording:
+    """A session as a `Watch`."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def summary(self) -> dict[str, Any]:
+        return self._session.summary()
+
+    def close(self) -> None:
+        from sdpa_repro.capturing import recorder
+
+        recorder.close_session(self._session)
+        self._session.close()
+
+    def forget(self) -> None:
+        from sdpa_repro.capturing import recorder
+
+        recorder.forget_sessions()
 
 
 class Trail:

@@ -35,7 +35,8 @@ class Replacement:
         return self.observer(self.original, args, kwargs)
 
     def __eq__(self, other: object) -> bool:
-        return other is self or other is self.original
+        below = self.original
+        return other is self or other is below or (isinstance(below, Replacement) and below == other)
 
     def __hash__(self) -> int:
         return hash(self.original)
@@ -80,9 +81,12 @@ class Patch:
         self._tell_torchscript()
 
     def _swap(self, new: dict[int, Any]) -> None:
-        for module, name, value in attributes():
-            if id(value) in new and new[id(value)] is not value:
-                module.__dict__[name] = new[id(value)]
+        for names in namespaces():
+            if new.keys().isdisjoint(map(id, list(names.values()))):
+                continue
+            for name, value in list(names.items()):
+                if id(value) in new and new[id(value)] is not value:
+                    names[name] = new[id(value)]
 
     def _tell_torchscript(self) -> None:
         """Its table goes by `id` and may have been built before or while the replacements were in place."""
@@ -103,11 +107,10 @@ class Patch:
             allow_in_graph(each)
 
 
-def attributes() -> Iterator[tuple[ModuleType, str, Any]]:
-    """Every attribute of every loaded module; read from `__dict__`, so that no lazy module is woken up."""
+def namespaces() -> Iterator[dict[str, Any]]:
+    """The attributes of every loaded module; its `__dict__`, so that no lazy module is woken up."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None) if isinstance(module, ModuleType) else None
-        if names is None or module.__name__.startswith("sdpa_repro.capturing"):
+        if names is None or module.__name__.startswith(("sdpa_repro.capturing", "sdpa_repro.guarding")):
             continue
-        for name, value in list(names.items()):
-            yield module, name, value
+        yield names

@@ -79,8 +79,8 @@ def run_script(
         "origin": dict(origin or {}),
     }
     try:
-        status, interrupted = _run(command, environment_with(plan), stdout)
-        found = tuple(_read(reports))
+        status, interrupted = run_command(command, environment_with(plan), stdout)
+        found = tuple(read_reports(reports))
     finally:
         shutil.rmtree(reports, ignore_errors=True)
         with suppress(OSError):
@@ -98,6 +98,8 @@ def command_of(words: Sequence[str]) -> list[str]:
     if not words:
         raise InputError("nothing to run after --: give a script, or -m and a module")
     first = words[0]
+    if not first:
+        raise InputError("nothing to run after --: the script's name is empty")
     if first.startswith("-"):
         if first not in ("-m", "-c") and any(letter in first for letter in "IES"):
             raise InputError(f"python {first} ignores the recorder's hook: run without it")
@@ -120,13 +122,13 @@ def _runs_by_itself(path: Path) -> bool:
     return not (line.startswith(b"#!") and b"python" in line)
 
 
-def environment_with(plan: Mapping[str, Any]) -> dict[str, str]:
+def environment_with(plan: Mapping[str, Any], variable: str = child.VARIABLE) -> dict[str, str]:
     """This process's environment with the hook first on PYTHONPATH and the plan."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != HOOK]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(HOOK), *paths]), child.VARIABLE: json.dumps(plan)}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(HOOK), *paths]), variable: json.dumps(plan)}
 
 
-def _run(command: list[str], environment: dict[str, str], stdout: int | None) -> tuple[int, bool]:
+def run_command(command: list[str], environment: dict[str, str], stdout: int | None) -> tuple[int, bool]:
     """Run to the end; exit status and whether Ctrl-C was pressed (the terminal sends it to the script too)."""
     interrupts: list[int] = []
     try:
@@ -158,7 +160,7 @@ def _signals(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> I
             signal.signal(number, handler)
 
 
-def _read(reports: Path) -> Iterator[dict[str, Any]]:
+def read_reports(reports: Path) -> Iterator[dict[str, Any]]:
     """The reports, oldest process first; `inside`: the call that was running when it ended.
 
     A forked process leaves a trail only, until its report at the end.

@@ -1,0 +1,1 @@
+"""Keep attention right on a torch that has a bug: change the calls that would meet it, and no others."""

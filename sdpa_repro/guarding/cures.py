@@ -1,0 +1,142 @@
+"""What the guard does to a call: exact changes after which the faulty kernel, or its faulty path, is not used.
+
+MATH is called as an aten op and not by `sdpa_kernel`, whose switches belong to the whole process: another
+thread would run under them too, and two threads could leave them changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from sdpa_repro.attention import AttentionCall
+from sdpa_repro.replaying.backends import Backend, needed_bytes
+from sdpa_repro.replaying.variants import autocast_dtype, rows_of
+
+MOST_BYTES = 2 << 30
+"""MATH holds all scores at once; a call that would take more memory than this goes in blocks of query rows."""
+
+WRAPS = 1 << 32
+"""Mask entries from which pytorch#187227 mistakes one row for another."""
+
+
+@dataclass(frozen=True)
+class Cure:
+    """An exact change: tensors made contiguous, blocks of query rows, or the MATH path for this one call."""
+
+    dense: tuple[str, ...] = ()
+    """Names of tensors, such as ("key", "value")."""
+    blocks: bool = False
+    math: bool = False
+
+    @property
+    def words(self) -> str:
+        """What becomes of the call: "contiguous key and value"."""
+        if self.math:
+            return "MATH for this call"
+        return "blocks of query rows" if self.blocks else f"contiguous {' and '.join(self.dense)}"
+
+
+def combined(cures: Iterable[Cure]) -> Cure:
+    """One change that does what all of them do."""
+    found = list(cures)
+    names = ("query", "key", "value")
+    dense = tuple(name for name in names if any(name in cure.dense for cure in found))
+    return Cure(dense, any(cure.blocks for cure in found), any(cure.math for cure in found))
+
+
+def attend(original: Callable[..., Any], call: AttentionCall, cure: Cure) -> Tensor:
+    """The output of `call` with `cure` applied, (B, H, L, Ev), in the caller's grad mode and autocast.
+
+    original: `scaled_dot_product_attention` itself. Raises what PyTorch raises, out of memory included: a call that
+    cannot be cured must not be answered wrongly.
+    """
+    if cure.math:
+        return _math(call)
+    dense = _dense(call, cure.dense)
+    return _in_blocks(dense, lambda part: _plain(original, part)) if cure.blocks else _plain(original, dense)
+
+
+def as_cast(call: AttentionCall) -> AttentionCall:
+    """The call as its kernel gets it: under autocast in autocast's dtype, cast as autocast casts (layouts may go)."""
+    dtype = autocast_dtype(call)
+    if dtype is None:
+        return call
+    tensors = call.tensors.items()
+    return call.with_tensors({name: tensor.to(dtype) for name, tensor in tensors if tensor.is_floating_point()})
+
+
+def kernel(cast: AttentionCall) -> str:
+    """The kernel that the dispatcher would choose for a call as cast, as in `SDPBackend`, or "unknown".
+
+    Not `replaying.backends.chosen`, which silences warnings for the process: calls come from many threads.
+    """
+    words = dict(cast.keywords)
+    mask, dropout, causal = words.pop("attn_mask"), words.pop("dropout_p"), words.pop("is_causal")
+    try:
+        number = torch._fused_sdp_choice(cast.query, cast.key, cast.value, mask, dropout, causal, **words)
+    except Exception:
+        return "unknown"  # the call itself will say why
+    return next((name for name, member in SDPBackend.__members__.items() if member.value == int(number)), "unknown")
+
+
+def _plain(original: Callable[..., Any], call: AttentionCall) -> Tensor:
+    output: Tensor = original(call.query, call.key, call.value, **call.keywords)
+    return output
+
+
+def _dense(call: AttentionCall, names: tuple[str, ...]) -> AttentionCall:
+    """The named tensors contiguous; value stays key where it is the same tensor, so that it is copied once."""
+    fresh = {name: call.tensors[name].contiguous() for name in names}
+    if call.value is call.key and "key" in fresh and "value" in fresh:
+        fresh["value"] = fresh["key"]
+    return call.with_tensors(fresh)
+
+
+def _in_blocks(call: AttentionCall, run: Callable[[AttentionCall], Tensor]) -> Tensor:
+    """Blocks of query rows, none with 2**31 mask entries or more."""
+    keys = -(-call.key.shape[-2] // 8) * 8  # the kernel's copy of the mask has rows of a multiple of 8
+    return _by_rows(call, max(1, (WRAPS // 2) // max(1, keys)), run)
+
+
+def _by_rows(call: AttentionCall, step: int, run: Callable[[AttentionCall], Tensor]) -> Tensor:
+    rows = call.query.shape[-2]
+    parts = [run(rows_of(call, first, min(first + step, rows))) for first in range(0, rows, step)]
+    return torch.cat(parts, -2)
+
+
+def _math(call: AttentionCall) -> Tensor:
+    """What `sdpa_kernel(SDPBackend.MATH)` around the call gives, bit for bit while it fits into `MOST_BYTES`."""
+    cast = as_cast(call)
+    with torch.autocast(call.query.device.type, enabled=False):
+        needed = needed_bytes(cast, Backend.MATH)
+        if needed <= MOST_BYTES:
+            return _math_op(cast)
+        rows = cast.query.shape[-2]
+        return _by_rows(cast, max(1, rows * MOST_BYTES // needed), _math_op)
+
+
+def _math_op(call: AttentionCall) -> Tensor:
+    """The op takes an additive mask; a bool one it would add as 0 and 1."""
+    mask = call.attn_mask
+    if mask is not None and mask.dtype == torch.bool:
+        dtype, device = call.query.dtype, mask.device
+        shown, hidden = (torch.scalar_tensor(v, dtype=dtype, device=device) for v in (0.0, float("-inf")))
+        call = replace(call, attn_mask=torch.where(mask, shown, hidden))
+    output: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+        call.query,
+        call.key,
+        call.value,
+        call.attn_mask,
+        call.dropout_p,
+        call.is_causal,
+        None,
+        scale=call.scale,
+        enable_gqa=call.enable_gqa,
+    )[0]
+    return output
