@@ -155,17 +155,27 @@ def _stale_rows(call: AttentionCall, trial: Trial, clean: Tensor) -> tuple[Tenso
     nbytes = max(1, clean.numel() * clean.element_size())
     stale, reused = torch.ones_like(clean, dtype=torch.bool, device="cpu"), True
     for pattern in PATTERNS:
-        for _ in range(ATTEMPTS):
-            places = _leave_behind(nbytes, pattern, clean.device)
-            output = trial(call).output
-            if output is None:
-                return torch.zeros(clean.shape[:-1], dtype=torch.bool), False
-            if inside := any(start <= output.data_ptr() < start + nbytes for start in places):
-                break
+        output, inside = _in_prepared_memory(call, trial, nbytes, pattern, clean.device)
+        if output is None:
+            return torch.zeros(clean.shape[:-1], dtype=torch.bool), False
         reused &= inside
         prepared = torch.full((output.element_size(),), pattern, dtype=torch.uint8).view(output.dtype)
         stale &= (_bits(output.reshape(clean.shape)).cpu() == _bits(prepared)).view(clean.shape)
     return stale.any(-1), reused
+
+
+def _in_prepared_memory(
+    call: AttentionCall, trial: Trial, nbytes: int, pattern: int, device: torch.device
+) -> tuple[Tensor | None, bool]:
+    """The call's output (B, H, L, Ev; None without one) and whether it lies in memory that held the pattern."""
+    output, inside = None, False
+    for _ in range(ATTEMPTS):
+        places = _leave_behind(nbytes, pattern, device)
+        output = trial(call).output
+        inside = output is not None and any(start <= output.data_ptr() < start + nbytes for start in places)
+        if output is None or inside:
+            break
+    return output, inside
 
 
 def _leave_behind(nbytes: int, pattern: int, device: torch.device) -> list[int]:
