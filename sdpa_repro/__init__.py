@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from sdpa_repro.dump import Dump, load
     from sdpa_repro.errors import InputError
     from sdpa_repro.explaining.explain import explain
+    from sdpa_repro.guarding.guard import guard
+    from sdpa_repro.locating.locate import locate
     from sdpa_repro.reducing.dump_reducer import reduce_dump as reduce
     from sdpa_repro.replaying.replay import replay
 
@@ -32,7 +34,9 @@ _HOME = {
     "InputError": "sdpa_repro.errors",
     "capture": "sdpa_repro.capturing.session",
     "explain": "sdpa_repro.explaining.explain",
+    "guard": "sdpa_repro.guarding.guard",
     "load": "sdpa_repro.dump",
+    "locate": "sdpa_repro.locating.locate",
     "reduce": "sdpa_repro.reducing.dump_reducer",
     "replay": "sdpa_repro.replaying.replay",
 }
@@ -46,7 +50,9 @@ __all__ = [
     "__version__",
     "capture",
     "explain",
+    "guard",
     "load",
+    "locate",
     "reduce",
     "replay",
 ]

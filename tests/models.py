@@ -40,17 +40,17 @@ def tokenizer(*, chat: bool = False, pad: bool = True) -> Any:
 
 
 def save_llama(
-    folder: Path, *, chat: bool = False, pad: bool = True, layers: int = 2, with_tokenizer: bool = True
+    folder: Path, *, chat: bool = False, pad: bool = True, layers: int = 2, heads: int = 4, with_tokenizer: bool = True
 ) -> Path:
-    """A Llama decoder with grouped key/value heads (4 query heads, 2 key/value heads)."""
+    """A Llama decoder with grouped key/value heads: 2 of them, of width 8, for all query heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=32,
+        hidden_size=8 * heads,
         intermediate_size=64,
         num_hidden_layers=layers,
-        num_attention_heads=4,
+        num_attention_heads=heads,
         num_key_value_heads=2,
         pad_token_id=0 if pad else None,
         bos_token_id=1,
@@ -120,6 +120,64 @@ def save_bart(folder: Path) -> Path:
     )
     _save(BartForConditionalGeneration, config, folder)
     tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_t5(folder: Path) -> Path:
+    """T5: an encoder-decoder with relative position biases, which reach the attention calls as an additive mask."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        pad_token_id=0,
+        eos_token_id=2,
+        decoder_start_token_id=0,
+    )
+    _save(T5ForConditionalGeneration, config, folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_gemma3_config(folder: Path) -> Path:
+    """Only the config.json of a Gemma 3 (sliding and global layers, images that see themselves), to be built from."""
+    from transformers import Gemma3Config
+
+    config = Gemma3Config(
+        text_config={
+            "vocab_size": 128,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "initializer_range": 0.3,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        },
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 8,
+        },
+        mm_tokens_per_image=4,
+        image_token_index=120,
+        boi_token_index=121,
+        eoi_token_index=122,
+    )
+    config.architectures = ["Gemma3ForConditionalGeneration"]
+    config.save_pretrained(folder)
     return folder
 
 

@@ -27,6 +27,7 @@ ORDER = [
     "dump",
     "switches",
     "environment",
+    "ranks",
     "situation",
     "issue_triggers",
     "known_issues",

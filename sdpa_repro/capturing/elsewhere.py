@@ -39,11 +39,26 @@ def hints(children_before: float, *, thorough: bool) -> list[str]:
     alive = _children_alive()
     if alive or seconds > 0.01:
         found.append(f"child processes ({alive} running, {seconds:.1f} s of CPU time in ended ones)")
+    compiled = compiled_regions()
+    if compiled:
+        found.append(
+            f"{compiled} region{'s' if compiled != 1 else ''} compiled by torch.compile (attention that runs inside "
+            "is not seen, unless compiled with backend='eager')"
+        )
     if not thorough:
         return found
     if "torch.nn.attention.flex_attention" in sys.modules and "transformers" not in sys.modules:
         found.append("flex_attention is loaded (it compiles kernels of its own)")
     return found + _other_implementations()
+
+
+def compiled_regions() -> int:
+    """How many pieces of code `torch.compile` has made that are still alive, before the session or during it."""
+    dynamo: Any = sys.modules.get("torch._dynamo.convert_frame")
+    try:
+        return sum(code() is not None for code in dynamo.output_codes.seen) if dynamo is not None else 0
+    except Exception:  # not a public interface: other releases may not have it
+        return 0
 
 
 def _children_alive() -> int:

@@ -82,12 +82,16 @@ def entries(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def stem_of(module: str, layer: int | None, index: int, rows: int, keys: int) -> str:
-    """File name without ending: `L05-self_attn-call12-289x289`, safe on every file system."""
+def stem_of(module: str, layer: int | None, index: int, rows: int, keys: int, rank: int | None = None) -> str:
+    """File name without ending: `L05-self_attn-call12-289x289`, safe on every file system.
+
+    With a rank it ends in `-rank1`, so that ranks share no name even where there are no locks.
+    """
     parts = [part for part in module.split(":")[0].removesuffix(".py").split(".") if part and not part.isdigit()]
     leaf = re.sub(r"[^A-Za-z0-9_-]+", "_", parts[-1] if parts else "call").strip("_")[:60]
     first = [f"L{layer:02d}"] if layer is not None else []
-    return "-".join([*first, leaf or "module", f"call{index}", f"{rows}x{keys}"])
+    last = [f"rank{rank}"] if rank is not None else []
+    return "-".join([*first, leaf or "module", f"call{index}", f"{rows}x{keys}", *last])
 
 
 def layer_of(module: str) -> int | None:

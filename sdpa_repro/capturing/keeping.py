@@ -126,7 +126,7 @@ class Keeper:
 
     def _save(self, record: CallRecord, document: dict[str, Any], instead_of: Kept | None) -> CallRecord:
         rows, keys = record.query[-2], record.key[-2]
-        name = folder.stem_of(record.module, folder.layer_of(record.module), record.index, rows, keys)
+        name = folder.stem_of(record.module, folder.layer_of(record.module), record.index, rows, keys, record.rank)
         file, nbytes = folder.add(
             self.out,
             name,
@@ -152,6 +152,8 @@ def _line(record: CallRecord) -> dict[str, Any]:
         "live_ratio": record.ratio,
         "healthy": record.status == "agrees",
         "rank": record.rank,
+        "world": record.world,
+        "heads": [shape[-3] for shape in (record.query, record.key) if len(shape) > 2],
         "status": record.status,
     }
 

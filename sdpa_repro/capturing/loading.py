@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sdpa_repro import ranks
 from sdpa_repro.capturing import layers, load_errors
 from sdpa_repro.capturing.options import PrefillOptions
 from sdpa_repro.capturing.placement import check_fits, has_accelerate, stored_dtype, target_device, target_dtype
@@ -69,14 +70,17 @@ def load_model(config: Any, options: PrefillOptions) -> Any:
     """The model in evaluation mode, attention through SDPA, from its weights or with random ones.
 
     Placement: `options.device` if given; all devices through accelerate when it is there and a GPU too;
-    otherwise the first GPU or the CPU. Raises InputError.
+    otherwise the first GPU or the CPU. Under torchrun one GPU a rank, or a part of the model a rank with
+    `options.tp_plan`. Raises InputError.
     """
     name = existing(str(options.model))
     device = target_device(options.device)
     with _explained(options, device):
         auto = auto_class(config, name, trust_remote_code=options.trust_remote_code)
-        spread = options.device is None and device.type != "cpu" and has_accelerate() and not options.random_weights
-        if not spread:
+        alone = options.device is None and ranks.world() == 1
+        spread = alone and device.type != "cpu" and has_accelerate() and not options.random_weights
+        split = _split(options)
+        if not spread and not split:
             check_fits(auto, config, target_dtype(options.dtype), device, display_name(name))
         if options.random_weights:
             return _random(auto, config, options, device)
@@ -87,9 +91,27 @@ def load_model(config: Any, options: PrefillOptions) -> Any:
             trust_remote_code=options.trust_remote_code,
             dtype=target_dtype(options.dtype) or "auto",
             attn_implementation="sdpa",
-            **({"device_map": "auto"} if spread else {}),
+            **({"device_map": "auto"} if spread else split),
         )
-        return (model if spread else model.to(device)).eval()
+        return (model if spread or split else model.to(device)).eval()
+
+
+def _split(options: PrefillOptions) -> dict[str, Any]:
+    """What transformers is told so that each rank gets its part of the model; nothing without `options.tp_plan`."""
+    if options.tp_plan is None:
+        return {}
+    if ranks.world() == 1:
+        raise InputError("--tp-plan needs several ranks: torchrun --nproc-per-node 2 -m sdpa_repro capture --tp-plan …")
+    if options.random_weights or options.device is not None:
+        raise InputError(
+            "--tp-plan loads stored weights onto every rank's own device: leave out --device, --random-weights"
+        )
+    import transformers.distributed
+
+    config = transformers.distributed.DistributedConfig
+    if "tp_plan" in getattr(config, "__dataclass_fields__", {}):
+        return {"distributed_config": config(tp_plan=options.tp_plan)}
+    return {"tp_plan": options.tp_plan}
 
 
 def load_part(title: str, name: str, options: PrefillOptions) -> tuple[Any | None, str]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sdpa_repro.capturing import report
+from sdpa_repro import ranks
+from sdpa_repro.capturing import load_errors, report
 from sdpa_repro.capturing.placement import target_device
 from sdpa_repro.capturing.prefill import forward, padded, prepare, totals
 from sdpa_repro.capturing.recorder import Stopped, listening
@@ -36,7 +37,10 @@ def capture_model(
     """Run the model once for each total length and report; `preload` is run in this process first.
 
     unpadded: run the prompt without padding first and report under `prefills`, in words, what padding does to the
-    next token. Raises InputError for what the user can mend: the model, the inputs, the folder, a preload file.
+    next token. Under torchrun each rank runs its share of the lengths, or with a `tp_plan` its part of the model for
+    all of them, and reports for itself (see `together`); when the run breaks there, as it does when another rank
+    dies, `failed` says how. Raises InputError for what the user can mend: the model, the inputs, the folder, a
+    preload file.
     """
     preloaded = run_preloads([Path(path) for path in preload])
     for line in machine(prefill_options.device):
@@ -45,11 +49,13 @@ def capture_model(
     lengths = totals(prefill, prefill_options)
     if unpadded:
         lengths = [prefill.length, *lengths]
+    elif prefill_options.tp_plan is None:
+        lengths = ranks.mine(lengths)
     for line in [*subject(prefill), *prefill.notes]:
         progress(line)
     facts = {"model": prefill.name, **(origin or {})}
     session = Session(out, options, progress=progress, origin=facts, preloaded=preloaded)
-    interrupted, logits = False, {}
+    interrupted, failed, logits = False, None, {}
     try:
         with listening(session):
             for total in lengths:
@@ -60,11 +66,15 @@ def capture_model(
         progress("stopped at the first wrong call")
     except KeyboardInterrupt:
         interrupted = True
+    except RuntimeError as error:
+        if ranks.world() == 1:
+            raise
+        failed = f"rank {ranks.rank()}: {load_errors.first_line(error)}"
     finally:
         session.close()
     found = report.of_session(session.summary(), Path(out), preloaded)
     found["environment"] = software(prefill.device)
-    found["interrupted"] = interrupted
+    found["interrupted"], found["failed"] = interrupted, failed
     found["prefills"] = _beside_unpadded(logits, prefill.length) if unpadded else []
     return found
 

@@ -18,7 +18,7 @@ class PrefillOptions:
     input: a JSON-lines file with a prompt a row, instead of `prompt` and `images`. pad: tokens of padding
     to add; total_length: the length to pad to. padding_side: None takes the model's convention, left for
     decoders and right for encoders. layers: keep so many layers. random_weights: build from the
-    configuration alone. text_only: leave images out.
+    configuration alone. text_only: leave images out. tp_plan: "auto" splits the model over torchrun's ranks.
     """
 
     model: str | None = None
@@ -36,3 +36,4 @@ class PrefillOptions:
     revision: str | None = None
     seed: int = 0
     text_only: bool = False
+    tp_plan: str | None = None

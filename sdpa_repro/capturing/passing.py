@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sdpa_repro.attention import AttentionCall, is_rule
 
-COMPILED = "torch.compile tracing (the compiled call itself is not seen)"
+COMPILED = "torch.compile tracing (of the compiled calls only those of backend='eager' are seen)"
 FAKE = "fake tensors (tracing)"
 TRACED = "torch.jit.trace"
 NOT_TENSORS = "arguments that are not tensors (torch.fx tracing)"

@@ -8,15 +8,21 @@ from typing import Any
 
 import torch
 
+from sdpa_repro import ranks
 from sdpa_repro.capturing.options import DTYPES
 from sdpa_repro.environment import free_memory
 from sdpa_repro.errors import InputError
 
 
 def target_device(asked: str | None) -> torch.device:
-    """The device asked for, or the first accelerator, or the CPU. InputError when it is not there."""
+    """The device asked for, or the first accelerator, or the CPU. InputError when it is not there.
+
+    Each of torchrun's ranks gets a GPU of its own as long as there are enough.
+    """
     if asked is None:
         kinds = [kind for kind in ("cuda", "xpu", "mps") if _is_available(kind)]
+        if kinds[:1] == ["cuda"] and ranks.world() > 1:
+            return torch.device("cuda", ranks.local_rank() % torch.cuda.device_count())
         return torch.device(kinds[0] if kinds else "cpu")
     try:
         device = torch.device(asked)

@@ -22,7 +22,7 @@ from sdpa_repro.capturing.options import PrefillOptions
 from sdpa_repro.capturing.rows import read_rows
 from sdpa_repro.errors import InputError
 
-__all__ = ["Prefill", "PrefillOptions", "forward", "padded", "prepare", "totals"]
+__all__ = ["Prefill", "PrefillOptions", "forward", "of_model", "padded", "prepare", "totals"]
 
 RESIDUES = 64
 """Padded totals to try when none is asked for: one of each residue modulo the largest tile of query rows."""
@@ -78,6 +78,27 @@ def prepare(options: PrefillOptions, progress: Callable[[str], None] | None = No
     model = loading.load_model(config, options)
     notes += [*remarks, *_remarks(model, options, side, padding_side)]
     return _prefill(model, inputs, name, side, padding_side, pad_token, notes)
+
+
+def of_model(model: Any, inputs: Mapping[str, Any], *, padding_side: str | None = None) -> Prefill:
+    """A prefill of a transformers model and the inputs that a processor made for it.
+
+    input_ids (B, L); padding that all rows share is taken off. Raises InputError for a model in training mode and for
+    inputs without input_ids.
+    """
+    if getattr(model, "training", False):
+        raise InputError("the model is in training mode: call model.eval() first")
+    tensors = {name: tensor for name, tensor in inputs.items() if isinstance(tensor, Tensor)}
+    if "input_ids" not in tensors:
+        raise InputError("the inputs have no input_ids: give what the processor or tokenizer returns")
+    if "attention_mask" in tensors:
+        kept = tensors["attention_mask"].bool().any(0).nonzero().flatten()
+        tensors |= {name: tensors[name].index_select(1, kept) for name in padding.sequence_aligned(tensors)}
+    side = "encoder" if model.config.is_encoder_decoder else "decoder"
+    pad_token, remark = prompts.pad_token_of(None, model.config)
+    padding_side = padding_side or ("right" if side == "encoder" else "left")
+    name = type(model).__name__
+    return _prefill(model, tensors, name, side, padding_side, pad_token, [remark] if remark else [])
 
 
 def totals(prefill: Prefill, options: PrefillOptions) -> list[int]:

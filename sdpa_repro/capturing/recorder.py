@@ -27,7 +27,7 @@ from sdpa_repro.capturing.aside import Aside
 from sdpa_repro.capturing.caller import Callers
 from sdpa_repro.capturing.passing import COMPILED, NOT_TENSORS, bind, local, reason_to_pass
 from sdpa_repro.capturing.patching import Patch, Replacement
-from sdpa_repro.replaying.backends import chosen
+from sdpa_repro.replaying.backends import dispatched
 from sdpa_repro.replaying.check import LiveCheck
 
 Result = TypeVar("Result")
@@ -65,7 +65,7 @@ class Seen:
             return f"{getattr(self.original, '__module__', '?')}.{getattr(self.original, '__name__', '?')}"
         if self.error is not None:
             return "none (raised)"
-        return chosen(self.call)
+        return dispatched(self.call)
 
     def judged(self, judge: Callable[[AttentionCall, Tensor], LiveCheck]) -> LiveCheck:
         """The live check, done once for all sessions that ask."""

@@ -15,6 +15,7 @@ PHASES = ("prefill", "decode", "all")
 KEEP = ("diverging", "worst", "all")
 WRONG = ("diverges", "nonfinite")
 MAX_DUMPS = 8
+UNCOMPILED = "run again with TORCH_COMPILE_DISABLE=1, or compile with backend='eager'"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class CallRecord:
     """One call that a session looked at.
 
     status: "agrees", "diverges", "nonfinite", "unchecked" (see `reason`) or "raised". Strides in elements;
-    the head stride is that of dimension -3, None for tensors without it. `kept` is the dump's file name.
+    the head stride is that of dimension -3, None for tensors without it. rank, world: which process of how many, in a
+    distributed run. `kept` is the dump's file name.
     """
 
     index: int
@@ -99,6 +101,7 @@ class CallRecord:
     total_length: int | None = None
     padding: Any = None
     rank: int | None = None
+    world: int | None = None
     kept: str | None = None
     note: str = ""
 
@@ -171,9 +174,11 @@ def _advice(summary: Mapping[str, Any]) -> str:
     if "fused torch" in passed:
         return "run again with torch.backends.mha.set_fastpath_enabled(False)"
     if "torch.compile" in passed:
-        return "run again with TORCH_COMPILE_DISABLE=1, or compile with backend='eager'"
+        return UNCOMPILED
     if "CUDA graph" in passed:
         return "run again without CUDA graphs"
     if any("child process" in hint for hint in summary["hints"]):
         return "run the whole script under: sdpa-repro capture -- script.py"
+    if any("torch.compile" in hint for hint in summary["hints"]):
+        return UNCOMPILED
     return "load the model with attn_implementation='sdpa' and run again"

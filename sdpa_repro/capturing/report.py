@@ -2,7 +2,8 @@
 
 Keys: `out`, `options`, `seen` (SDPA calls), `checked` (those the options want), `calls` (as `CallRecord`,
 plus `process`, numbered by start), `dumps` (`file`, `call_index`, `process`, `status`, `ratio`, and after
-`prove` `fidelity`), `passed`, `elsewhere`, `hints`, `problems`, `preloaded`, `environment`, and `script`.
+`prove` `fidelity`), `ranks` (`world`, and which of them are `wrong`), `passed`, `elsewhere`, `hints`, `problems`,
+`preloaded`, `environment`, `failed` (how a run of several ranks broke off) and `script`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from sdpa_repro.capturing.records import WRONG, CallRecord, Options, nothing_see
 from sdpa_repro.capturing.script import ScriptRun
 from sdpa_repro.errors import InputError
 from sdpa_repro.replaying.replay import prove as prove_dump
+from sdpa_repro.visibility import ranges, ranges_text
 
 Report = dict[str, Any]
 
@@ -37,16 +39,7 @@ def of_script(run: ScriptRun, out: Path, options: Options, preloaded: Sequence[M
     known = {dump["file"] for dump in merged["dumps"]}
     for entry in run.new:
         if entry["file"] not in known:
-            merged["dumps"].append(
-                {
-                    "file": entry["file"],
-                    "module": entry.get("module"),
-                    "call_index": entry.get("call_index"),
-                    "process": None,
-                    "status": entry.get("status"),
-                    "ratio": _number(entry.get("live_ratio")),
-                }
-            )
+            merged["dumps"].append(of_entry(entry))
     merged["script"] = {
         "status": run.status,
         "end": run.end,
@@ -57,8 +50,22 @@ def of_script(run: ScriptRun, out: Path, options: Options, preloaded: Sequence[M
         "failed": [report["error"] for report in run.reports if report["state"] == "failed"],
         "not_recorded": sorted({each for report in run.reports for each in report.get("unrecorded", ())}),
     }
-    _prune(merged, out, options)
+    prune(merged, out, options)
     return merged
+
+
+def of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A dump as in a report, from its line in the index."""
+    return {
+        "file": entry["file"],
+        "module": entry.get("module"),
+        "call_index": entry.get("call_index"),
+        "process": None,
+        "status": entry.get("status"),
+        "ratio": _number(entry.get("live_ratio")),
+        "rank": entry.get("rank"),
+        "world": entry.get("world"),
+    }
 
 
 def _merged(
@@ -81,14 +88,16 @@ def _merged(
         "wrong": sum(summary["wrong"] for summary in summaries),
         "raised": sum(summary["raised"] for summary in summaries),
         "modules": list(dict.fromkeys(module for summary in summaries for module in summary["modules"])),
+        "ranks": {"world": max((record["world"] or 1 for record in calls), default=1), "wrong": wrong_ranks(calls)},
         "calls": calls,
-        "dumps": sorted(dumps, key=_severity, reverse=True),
+        "dumps": sorted(dumps, key=severity, reverse=True),
         "passed": dict(sum((Counter(summary["passed"]) for summary in summaries), Counter())),
         "elsewhere": dict(sum((Counter(summary["elsewhere"]) for summary in summaries), Counter())),
         "hints": list(dict.fromkeys(hint for summary in summaries for hint in summary["hints"])),
         "stopped": any(summary["stopped"] for summary in summaries),
         "problems": [problem for summary in summaries for problem in summary["problems"]],
         "preloaded": [dict(each) for each in preloaded],
+        "failed": None,
         "script": None,
     }
 
@@ -101,10 +110,13 @@ def _dump(record: Mapping[str, Any], file: str, process: int) -> dict[str, Any]:
         "process": process,
         "status": record.get("status"),
         "ratio": record.get("ratio"),
+        "rank": record.get("rank"),
+        "world": record.get("world"),
     }
 
 
-def _severity(dump: Mapping[str, Any]) -> tuple[int, float]:
+def severity(dump: Mapping[str, Any]) -> tuple[int, float]:
+    """Orders dumps: wrong ones by error over threshold, then calls that raised, then healthy ones."""
     order = {"agrees": 1, "raised": 2, "diverges": 3, "nonfinite": 3}
     ratio = dump.get("ratio")
     return order.get(str(dump.get("status")), 0), ratio if isinstance(ratio, float) else 0.0
@@ -118,12 +130,12 @@ def _number(value: object) -> float | None:
         return None
 
 
-def _prune(merged: Report, out: Path, options: Options) -> None:
+def prune(merged: Report, out: Path, options: Options) -> None:
     """Each process keeps its own worst call: of all together only as many stay as the options say."""
     if options.everything or not merged["dumps"]:
         return
-    merged["dumps"].sort(key=_severity, reverse=True)
-    urgent = [dump for dump in merged["dumps"] if _severity(dump)[0] > 1]
+    merged["dumps"].sort(key=severity, reverse=True)
+    urgent = [dump for dump in merged["dumps"] if severity(dump)[0] > 1]
     kept = urgent[: int(options.slots)] if urgent else merged["dumps"][:1]
     for each in merged["dumps"][len(kept) :]:
         folder.remove(out, each["file"])
@@ -172,11 +184,17 @@ def answer(report: Report) -> str:
         return f"the script was {script['end']} inside {script['inside'][0]}{suffix}"
     if top is None and script is not None and script["status"]:
         return f"no attention call was recorded before the script ended: {script['end']}{suffix}"
+    if top is None and report.get("failed") and not report["dumps"]:
+        raise InputError(f"the run broke off before any attention call: {report['failed']}{suffix}")
     if top is None:
         raise InputError(_nothing(report) + suffix)
     count = f"{report['checked']} attention call{'s' if report['checked'] != 1 else ''}"
+    suffix = (f"; the run broke off: {report['failed']}" if report.get("failed") else "") + suffix
     if report["wrong"]:
-        return f"{report['wrong']} of {count} wrong; the worst: {_record(top).sentence()}{suffix}"
+        return f"{report['wrong']} of {count} wrong{_on_ranks(report)}; the worst: {_record(top).sentence()}{suffix}"
+    unheard = [dump["file"] for dump in report["dumps"] if dump["status"] in WRONG]
+    if unheard:
+        return f"a process that left no report had a wrong call{_on_ranks(report)}: {unheard[0]}{suffix}"
     if top["status"] == "raised":
         return f"{report['raised']} of {count} raised; {_record(top).sentence()}{suffix}"
     if top["status"] == "unchecked":
@@ -184,14 +202,33 @@ def answer(report: Report) -> str:
     return f"no wrong attention call: {count}, the worst at {top['ratio']:.2g} x its threshold{suffix}"
 
 
+def wrong_ranks(parts: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The ranks, in order, of those calls or dumps that are wrong."""
+    return sorted({part["rank"] for part in parts if part["status"] in WRONG and isinstance(part.get("rank"), int)})
+
+
+def _on_ranks(report: Report) -> str:
+    """Which ranks are wrong: " on ranks 0, 3 of 4"; nothing in a run of one process."""
+    world, wrong = report["ranks"]["world"], report["ranks"]["wrong"]
+    if world == 1 or not wrong:
+        return ""
+    if len(wrong) == world:
+        return f" on all {world} ranks" if world > 2 else " on both ranks, 0 and 1"
+    names = ranges_text(ranges(wrong), limit=8)
+    return f" on rank{'s' * (len(wrong) > 1)} {names} of {world} (counted from 0)"
+
+
 def exit_status(report: Report) -> int:
-    """The script's own status if it is not 0, else 1 when a call is wrong, else 0."""
+    """The script's own status if it is not 0, else 1 when a call is wrong, 2 when the run broke off, else 0."""
     script = report["script"]
+    found = report["wrong"] or any(dump["status"] in WRONG for dump in report["dumps"])
+    if report.get("failed"):
+        return 1 if found else 2
     if report.get("interrupted") or (script is not None and script["interrupted"]):
         return 130
     if script is not None and script["status"]:
         return int(script["status"])
-    return 1 if report["wrong"] or any(dump["status"] in WRONG for dump in report["dumps"]) else 0
+    return 1 if found else 0
 
 
 def _record(call: Mapping[str, Any]) -> CallRecord:

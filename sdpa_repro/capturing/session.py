@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections import Counter
@@ -16,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdpa_repro import environment
+from sdpa_repro import environment, ranks
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.capturing import elsewhere, folder
 from sdpa_repro.capturing.keeping import Keeper
+from sdpa_repro.capturing.ledger import Ledger
 from sdpa_repro.capturing.recorder import Seen, Stopped, beside, listening
 from sdpa_repro.capturing.records import CallRecord, Options, describe_mask, nothing_seen
 from sdpa_repro.errors import InputError
@@ -29,8 +29,6 @@ from sdpa_repro.replaying.variants import explicit_mask
 Progress = Callable[[str], None]
 QUIET_SECONDS = 10.0
 """A sign of life at most this often while no call goes wrong."""
-LISTED = 2000
-"""Records in a summary; with more calls, those that went wrong, were dumped, or came first."""
 
 
 class Session:
@@ -62,7 +60,7 @@ class Session:
         self._recorded = recorded or (lambda: None)
         self._preloaded = [dict(each) for each in preloaded]
         self._environments: dict[str, dict[str, Any]] = {}
-        self._records: dict[int, CallRecord] = {}
+        self._records = Ledger()
         self._seen = 0
         self._modules: Counter[str] = Counter()
         self._passed: Counter[str] = Counter()
@@ -75,10 +73,13 @@ class Session:
 
     @property
     def calls(self) -> list[CallRecord]:
-        """A record for each call that the options want, in the order in which the calls began."""
+        """A record for each call that the options want, in the order in which the calls began.
+
+        Of very many calls those of the first ones, of dumps, and of the worst ones (see `ledger`).
+        """
         with self._lock:
             files = {each.file for each in self._keeper.kept}
-            records = [self._records[index] for index in sorted(self._records)]
+            records = self._records.listed(each.record for each in self._keeper.kept)
         return [record if record.kept in files else replace(record, kept=None) for record in records]
 
     @property
@@ -95,16 +96,14 @@ class Session:
     def summary(self) -> dict[str, Any]:
         """The whole report as plain dicts, lists, strings and numbers."""
         with self._lock:
-            records = self.calls
-            listed = records if len(records) <= LISTED else _notable(records)
             return {
                 "options": asdict(self.options),
                 "seen": self._seen,
                 "modules": list(self._modules),
-                "checked": len(records),
-                "wrong": sum(record.wrong for record in records),
-                "raised": sum(record.status == "raised" for record in records),
-                "calls": [asdict(record) for record in listed],
+                "checked": len(self._records),
+                "wrong": self._records.wrong,
+                "raised": self._records.statuses["raised"],
+                "calls": [asdict(record) for record in self.calls],
                 "dumps": [each.file for each in self._keeper.kept],
                 "passed": dict(self._passed),
                 "elsewhere": dict(self._elsewhere),
@@ -125,7 +124,7 @@ class Session:
                 self._problem(error)
             else:
                 if record is not None:
-                    self._records[record.index] = record
+                    self._records.amend(record)
 
     # What the recorder calls:
 
@@ -170,9 +169,10 @@ class Session:
             self._problem(error, index)
             return
         with self._lock:
-            self._records[index] = record
+            self._records.add(record)
             try:
-                self._records[index] = record = self._keeper.offer(record, seen)
+                record = self._keeper.offer(record, seen)
+                self._records.amend(record)
             except Exception as error:
                 self._problem(error, index)
             self._report(record)
@@ -184,6 +184,7 @@ class Session:
 
     def _record(self, index: int, seen: Seen) -> CallRecord:
         call, output = seen.call, seen.output
+        rank, world = _place()
         if seen.error is not None:
             live = LiveCheck("raised", reason=_first_line(seen.error))
         elif output is None:
@@ -214,7 +215,8 @@ class Session:
             reason=live.reason,
             total_length=self._notes.get("total_length"),
             padding=self._notes.get("padding"),
-            rank=_rank(),
+            rank=rank,
+            world=world,
         )
 
     def _describe(self, record: CallRecord, call: AttentionCall) -> dict[str, Any]:
@@ -233,6 +235,7 @@ class Session:
             "calls": self._seen,
             "phase": record.phase,
             "rank": record.rank,
+            "world": record.world,
         }
         if record.status == "raised":
             origin["raised"] = record.reason.replace(str(Path.home()), "~")
@@ -326,24 +329,17 @@ def judge(call: AttentionCall, output: Tensor) -> LiveCheck:
     return beside(call, lambda: check(plain, output, dtype=dtype))
 
 
-def _notable(records: list[CallRecord]) -> list[CallRecord]:
-    """At most about `LISTED` of many records: wrong, raised and kept ones and the worst, then the first ones."""
-    first = sorted(records, key=lambda each: (each.kept is None, [-part for part in each.severity]))
-    chosen = {each.index for each in first[: LISTED // 2]} | {each.index for each in records[: LISTED // 2]}
-    return [each for each in records if each.index in chosen]
-
-
 def _head_stride(tensor: Tensor) -> int | None:
     return tensor.stride(-3) if tensor.dim() >= 3 else None
 
 
-def _rank() -> int | None:
-    """This process's rank in a distributed run, None outside one."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(torch.distributed.get_rank())
-    rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isascii() and rank.isdigit() else None
+def _place() -> tuple[int | None, int | None]:
+    """This process's rank and how many there are, both None outside a distributed run."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return ranks.rank(), ranks.world()
+    told = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    rank, world = (int(text) if text.isascii() and text.isdigit() else None for text in told)
+    return rank, world if rank is not None else None
 
 
 def _first_line(text: str) -> str:

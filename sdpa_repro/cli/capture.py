@@ -96,11 +96,33 @@ def run_capture(words: Sequence[str], values: Mapping[str, Any], *, unpadded: bo
     """Capture as the options say: a script when there are words, else a model (`unpadded`: also without padding).
 
     values: the parameters of `model_options` and `selection_options`, and `out`, `preload`, `no_prove`,
-    `as_json`. Raises InputError for bad usage and when no call was seen.
+    `as_json`. Under torchrun rank 0 returns the report of all ranks, and the others end here. Raises InputError for
+    bad usage and when no call was seen.
     """
-    from sdpa_repro.capturing import report
+    from sdpa_repro import ranks
+    from sdpa_repro.capturing import folder, report, together
 
     options = build_selection(values)
+    out = values["out"]
+    before = [entry["file"] for entry in folder.entries(out)]
+    with ranks.gentle_stop():
+        found = _capture(words, values, options, unpadded)
+        if ranks.world() > 1:
+            found = together.of_ranks(found, out, options, before)
+    if not ranks.is_first():
+        raise SystemExit(report.exit_status(found) if found["failed"] else 0)
+    for problem in found["problems"]:
+        output.warn(output.clean(problem))
+    found["sentence"] = report.answer(found)
+    if not values.get("no_prove") and not _interrupted(found) and not found.get("failed"):
+        report.prove(found, list(values["preload"]), output.progress)
+    return found
+
+
+def _capture(words: Sequence[str], values: Mapping[str, Any], options: Options, unpadded: bool) -> Report:
+    """Run the script or the model and report what this process, or those it started, saw."""
+    from sdpa_repro import ranks
+
     preload, out = list(values["preload"]), values["out"]
     if words:
         clash = given(**values)
@@ -108,21 +130,17 @@ def run_capture(words: Sequence[str], values: Mapping[str, Any], *, unpadded: bo
             raise InputError(
                 f"--{clash[0].rstrip('_').replace('_', '-')} does not go with a script: leave out one of them"
             )
-        found = _script(words, out, options, values)
-    else:
-        from sdpa_repro.capturing.model_run import capture_model
+        return _script(words, out, options, values)
+    from sdpa_repro.capturing.model_run import capture_model
 
-        chosen = build_options(**{name: values.get(name) for name in values if name in _model_names()})
-        origin = {"command": command_line(values)}
-        found = capture_model(
-            chosen, out, options, preload=preload, origin=origin, progress=output.progress, unpadded=unpadded
+    chosen = build_options(**{name: values.get(name) for name in values if name in _model_names()})
+    if chosen.tp_plan and options.stop_at_first:
+        raise InputError(
+            "--stop-at-first does not go with --tp-plan: a rank that stops leaves the others waiting for it"
         )
-    for problem in found["problems"]:
-        output.warn(output.clean(problem))
-    found["sentence"] = report.answer(found)
-    if not values.get("no_prove") and not _interrupted(found):
-        report.prove(found, preload, output.progress)
-    return found
+    say = output.progress if ranks.is_first() else lambda text: None
+    origin = {"command": command_line(values)}
+    return capture_model(chosen, out, options, preload=preload, origin=origin, progress=say, unpadded=unpadded)
 
 
 def _script(words: Sequence[str], out: Path, options: Options, values: Mapping[str, Any]) -> Report:
@@ -280,6 +298,7 @@ def _remarks(report: Report) -> list[str]:
     lines = ["stopped at the first wrong call"] if report["stopped"] else []
     lines += [f"passed through: {count} x {reason}" for reason, count in report["passed"].items()]
     lines += [f"not recorded: {count} calls in thread {name!r}" for name, count in report["elsewhere"].items()]
+    lines += [f"not seen: {hint}" for hint in report["hints"] if "torch.compile" in hint]
     unchecked = [call for call in report["calls"] if call["status"] == "unchecked"]
     reasons = sorted({call["reason"] for call in unchecked})
     if unchecked:

@@ -29,12 +29,21 @@ def command(path: Path, lengths: str | None, as_json: bool, **options: Any) -> N
     130 after Ctrl-C, with what was known by then printed.
 
     \b
-    Example:
+    Examples:
       sdpa-repro explain dumps/L05-self_attn-call5-289x289.pt
+      torchrun --nproc-per-node 8 -m sdpa_repro explain x.pt    lengths split over 8 GPUs
     """
+    from sdpa_repro import ranks
+    from sdpa_repro.explaining.assisting import assist
     from sdpa_repro.explaining.explain import explain
 
-    result = explain(path, lengths=_range(lengths), progress=output.progress, **options)
+    span = _range(lengths)
+    if options["device"] is None:
+        ranks.keep_to_one_gpu()
+    if not ranks.is_first():
+        assist(path, preload=options["preload"], lengths=span)
+        raise SystemExit(0)
+    result = explain(path, lengths=span, progress=output.progress, over_ranks=True, **options)
     if as_json:
         output.document("explain", result.document())
     else:

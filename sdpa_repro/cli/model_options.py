@@ -34,6 +34,11 @@ OPTIONS = (
         help="Data type of the model. Default: that of its weights.",
     ),
     click.option("--device", metavar="DEVICE", help="cpu, cuda, cuda:1. Default: all GPUs, or the CPU."),
+    click.option(
+        "--tp-plan",
+        type=click.Choice(["auto"]),
+        help="Under torchrun: split the model over the ranks (tensor parallel).",
+    ),
     click.option("--layers", type=int, metavar="N", help="Keep N layers of the model."),
     click.option("--random-weights", is_flag=True, help="Build from the configuration alone, without weights."),
     click.option("--text-only", is_flag=True, help="Leave images out."),
@@ -56,6 +61,7 @@ NAMES = (
     "text_only",
     "trust_remote_code",
     "revision",
+    "tp_plan",
 )
 """Parameter names that `model_options` gives a command and `build_options` takes."""
 
@@ -107,6 +113,8 @@ def _check_prompt(values: dict[str, Any]) -> None:
         for name, flag in NEEDS_MODEL:
             if values.get(name):
                 raise InputError(f"{flag} needs --model: the embedded model has no tokenizer and makes its own prompt")
+        if values.get("tp_plan"):
+            raise InputError("--tp-plan needs --model: the embedded model is not split")
     if values.get("input_") and (values.get("prompt") or values.get("images")):
         raise InputError("--input holds the prompts and images: leave out --prompt and --image")
     if values.get("text_only") and values.get("images"):

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from sdpa_repro import environment
+from sdpa_repro import environment, ranks
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.dump import Dump, load
 from sdpa_repro.errors import InputError
 from sdpa_repro.explaining.answers import Conditions
+from sdpa_repro.explaining.assisting import Helpers, Plan
 from sdpa_repro.explaining.conditions import conditions
 from sdpa_repro.explaining.hypotheses import Hypothesis, hypothesis
 from sdpa_repro.explaining.length_rule import LengthRule, length_rule
@@ -106,13 +107,31 @@ def explain(
     parts: Sequence[str] = PARTS,
     seed: int = 0,
     progress: Progress | None = None,
+    over_ranks: bool = False,
 ) -> Explanation:
     """Replay a dump in its captured dtype and explain the failure of `backend` (default: the guilty one).
 
     lengths: range of L and S for the length rule. budget: seconds after which what is known is returned, as it
     is on Ctrl-C (`complete=False`). preload: Python files run in every process before the first call, this one
-    included. Raises InputError for a bad dump or option.
+    included. over_ranks: this is rank 0 of several under torchrun, and the others run `assisting.assist`: the lengths
+    are split over all of them. Raises InputError for a bad dump or option.
     """
+    with Helpers(over_ranks and ranks.world() > 1) as helpers:
+        return _explain(path, device, backend, preload, lengths, budget, parts, seed, progress, helpers)
+
+
+def _explain(
+    path: str | Path,
+    device: str | None,
+    backend: str | None,
+    preload: Sequence[str | Path],
+    lengths: tuple[int, int] | None,
+    budget: float | None,
+    parts: Sequence[str],
+    seed: int,
+    progress: Progress | None,
+    helpers: Helpers,
+) -> Explanation:
     unknown = set(parts) - set(PARTS)
     if unknown:
         raise InputError(f"unknown part {sorted(unknown)[0]!r}: choose from {', '.join(PARTS)}")
@@ -133,7 +152,7 @@ def explain(
         steps: dict[str, Callable[[], Any]] = {
             "conditions": partial(_conditions, work, trial_for),
             "hypothesis": partial(_hypothesis, work, trial_for),
-            "length_rule": partial(_length_rule, work, trial_for, lengths, seed),
+            "length_rule": partial(_length_rule, work, trial_for, lengths, seed, helpers),
             "poison": partial(_poison, work, trial_for),
         }
         try:
@@ -286,11 +305,14 @@ def _hypothesis(work: _Work, trial_for: TrialFor) -> Hypothesis | None:
     return hypothesis(call, trial(call).output, trial, deadline=work.deadline, progress=work.say)
 
 
-def _length_rule(work: _Work, trial_for: TrialFor, lengths: tuple[int, int] | None, seed: int) -> LengthRule:
+def _length_rule(
+    work: _Work, trial_for: TrialFor, lengths: tuple[int, int] | None, seed: int, helpers: Helpers
+) -> LengthRule:
     low, high = lengths or (1, None)
+    plan = Plan(work.backend, work.replay.device, work.context, work.crashes)
     return length_rule(
         work.call,
-        trial_for(work.context),
+        helpers.share(plan, trial_for(work.context)),
         low=low,
         high=high,
         deadline=work.deadline,

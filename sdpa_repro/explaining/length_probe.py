@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from sdpa_repro.attention import AttentionCall
-from sdpa_repro.errors import InputError
+from sdpa_repro.explaining.length_ranks import OutOfTimeError, Pair, Shared, attempt
 from sdpa_repro.explaining.lengths import Resize, resizer
 from sdpa_repro.replaying.trial import Result, Trial
 from sdpa_repro.replaying.verdict import Status
@@ -36,14 +36,7 @@ LANDMARKS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 12
 
 ONE_KEY = "with one key every right row is that key's value, whatever mask and scores are: a pass says nothing"
 
-Pair = tuple[int, int]
-"""L and S."""
-
 Progress = Callable[[str], None]
-
-
-class OutOfTimeError(Exception):
-    """The deadline has passed; what is known so far stands."""
 
 
 @dataclass
@@ -76,6 +69,13 @@ class Probe:
             self.untested[pair] = reason
         return self.outcomes.get(pair)
 
+    def prepare(self, pairs: Sequence[Pair]) -> None:
+        """Let all ranks try these pairs that are about to be asked for. Raises OutOfTimeError."""
+        fresh = [pair for pair in pairs if pair not in self.outcomes and pair not in self.untested]
+        if isinstance(self.trial, Shared) and fresh:
+            self._check_time()
+            self.trial.prepare(self.resizes[0], fresh)
+
     def look_again(self, rows: int, keys: int) -> bool | None:
         """Ask once more, with other masks and values, about a pair that passed."""
         for resize in self.resizes[1:]:
@@ -91,16 +91,15 @@ class Probe:
         return sorted(pair for pair, outcome in self.outcomes.items() if outcome is fails)
 
     def _try(self, resize: Resize, pair: Pair) -> tuple[Result | None, str]:
-        if self.deadline is not None and time.monotonic() >= self.deadline:
-            raise OutOfTimeError
+        self._check_time()
         self.asked += 1
         if self.progress is not None and self.asked % TEXT_EVERY == 0:
             self.progress(f"length rule: {self.asked} lengths tried, now L = {pair[0]}, S = {pair[1]}")
-        try:
-            result = self.trial(resize(*pair))
-        except (InputError, RuntimeError, ValueError) as error:
-            return None, str(error).partition("\n")[0] or type(error).__name__
-        return result, result.reason or result.status.value
+        return attempt(self.trial, resize, pair)
+
+    def _check_time(self) -> None:
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            raise OutOfTimeError
 
 
 @dataclass(frozen=True)

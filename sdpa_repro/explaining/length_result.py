@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from sdpa_repro.explaining.length_probe import Axis, Pair
+from sdpa_repro.explaining.length_probe import Axis
+from sdpa_repro.explaining.length_ranks import Pair
 from sdpa_repro.explaining.rules import Rule
 from sdpa_repro.visibility import ranges, ranges_text
 

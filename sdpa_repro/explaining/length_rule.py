@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sdpa_repro.attention import AttentionCall
-from sdpa_repro.explaining.length_probe import OutOfTimeError, Probe, Progress, base_call
+from sdpa_repro.explaining.length_probe import Probe, Progress, base_call
+from sdpa_repro.explaining.length_ranks import OutOfTimeError, Shared
 from sdpa_repro.explaining.length_result import LengthRule, Sweep
 from sdpa_repro.explaining.length_search import Search
 from sdpa_repro.explaining.length_sweeps import Field
@@ -28,8 +29,9 @@ def length_rule(
     """Find which lengths fail like `call` does, and whether L, S or both decide.
 
     low, high: the range of L and S. By default 1 to 64 beyond the failing length, at least to 353, and up to 256 more
-    where only few lengths fail; of large lengths only the most telling ones (`length_sweeps.WORK`). deadline: a value
-    of `time.monotonic()` after which what is known is returned, marked incomplete; Ctrl-C does the same. Otherwise the
+    where only few lengths fail; of large lengths only the most telling ones (`length_sweeps.WORK`). trial: a `Shared`
+    one is made by all ranks, which have to search together, with the same answer. deadline: a value of
+    `time.monotonic()` after which what is known is returned, marked incomplete; Ctrl-C does the same. Otherwise the
     answer depends on the trial and the seed alone, not on the speed of the machine.
     """
     probe = Probe(trial, (), deadline, progress)
@@ -52,5 +54,7 @@ def length_rule(
             search = Search(probe, Field(call, max(1, low), high, seed))
             search.run()
     except (OutOfTimeError, KeyboardInterrupt):
+        if isinstance(trial, Shared):
+            trial.stop()
         return search.answer(complete=False)
     return search.answer()

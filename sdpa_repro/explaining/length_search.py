@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sdpa_repro.explaining.length_probe import Pair, Probe
+from sdpa_repro.explaining.length_probe import Probe
+from sdpa_repro.explaining.length_ranks import Pair
 from sdpa_repro.explaining.length_result import TOGETHER, LengthRule, Sweep
 from sdpa_repro.explaining.length_sweeps import ENOUGH_FAILURES, Field, so_far, try_lengths
 from sdpa_repro.explaining.lengths import Resize

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 
 from sdpa_repro.attention import AttentionCall
-from sdpa_repro.explaining.length_probe import Axis, Pair, Probe, near_first, sample, work
+from sdpa_repro.explaining.length_probe import Axis, Probe, near_first, sample, work
+from sdpa_repro.explaining.length_ranks import Pair, Shared
 from sdpa_repro.explaining.length_result import KEYS, ROWS, TOGETHER, Sweep
 from sdpa_repro.explaining.rules import LARGEST_MODULUS
 
@@ -105,12 +107,14 @@ def so_far(probe: Probe, axis: Axis) -> Sweep:
 
 def _ask_all(probe: Probe, axis: Axis, numbers: Iterable[int], *, failures: int | None = None) -> None:
     """Ask in turn, until enough failures are known or they cost too much."""
-    costly = probe.costly
-    for number in numbers:
-        enough = failures is not None and len(so_far(probe, axis).fails) >= failures
-        if enough or probe.costly - costly >= COSTLY_FAILURES:
-            return
-        probe.ask(*axis.at(number))
+    costly, left = probe.costly, iter(numbers)
+    while batch := list(islice(left, probe.trial.round if isinstance(probe.trial, Shared) else 1)):
+        probe.prepare([axis.at(number) for number in dict.fromkeys(batch)])
+        for number in batch:
+            enough = failures is not None and len(so_far(probe, axis).fails) >= failures
+            if enough or probe.costly - costly >= COSTLY_FAILURES:
+                return
+            probe.ask(*axis.at(number))
 
 
 def _affordable(probe: Probe, field: Field, axis: Axis, numbers: Iterable[int], budget: float) -> Iterator[int]:
