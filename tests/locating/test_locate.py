@@ -1,0 +1,111 @@
+"""From a model and its inputs to the level at which a fix belongs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sdpa_repro import InputError, locate
+from sdpa_repro.locating import locate as module
+from sdpa_repro.locating.lengthening import lengthened
+from sdpa_repro.locating.locate import locate_prefill
+from tests.capturing import faults
+from tests.locating.prefills import FAILING, LENGTH, small
+
+GUILTY = "model.language_model.layers.2.self_attn"
+PAD = FAILING - LENGTH
+
+
+@pytest.mark.slow
+def test_the_planted_fault_is_put_at_the_backend_in_its_layer_and_row() -> None:
+    prefill = small(torch.bfloat16)
+    faults.plant("pytorch_191937")
+    found = locate(prefill.model, prefill.inputs, pads=[PAD, PAD + 1], lengths=False, greedy=2)
+    document = found.document()
+    assert (document["level"], document["module"]) == ("SDPA backend", GUILTY)
+    assert document["stage"] == "layer 2 SDPA"
+    assert f"row {FAILING - 1}" in found.sentence
+    assert "FLASH_ATTENTION" in found.sentence
+    assert found.exit_status == 1
+    assert not document["poisoned"]
+    assert document["totals_wrong"] == [FAILING]
+    assert [each["path"] for each in document["greedy"]] == ["default", "MATH"]
+    assert {"level", "module", "stage", "sentence", "sweep", "length_rule", "stages"} <= set(document)
+
+
+@pytest.mark.slow
+def test_a_prompt_of_a_failing_length_gets_the_same_verdict_and_a_poisoned_baseline() -> None:
+    prefill = lengthened(small(torch.bfloat16), FAILING)
+    assert prefill is not None
+    faults.plant("pytorch_191937")
+    found = locate_prefill(prefill, [1, 32], lengths=False)
+    assert (found.document()["level"], found.document()["module"]) == ("SDPA backend", GUILTY)
+    assert found.document()["poisoned"]
+    assert found.sweep.baseline.value == "MATH"
+    assert found.exit_status == 1
+
+
+@pytest.mark.slow
+def test_a_healthy_model_has_nothing_beyond_noise() -> None:
+    prefill = small(torch.bfloat16)
+    found = locate(prefill.model, prefill.inputs, pads=[PAD], lengths=False)
+    assert found.document()["level"] == "nothing beyond dtype noise"
+    assert found.exit_status == 0
+    assert found.document()["dump"] is None
+
+
+@pytest.mark.slow
+def test_the_rule_names_the_total_length() -> None:
+    prefill = small(images=0)
+    faults.plant("pytorch_191937")
+    found = locate(prefill.model, prefill.inputs)
+    rule = found.document()["length_rule"]
+    assert (rule["rule"], rule["over"]) == ("total % 32 == 1", "total length")
+    assert "not the prompt length or the padding" in rule["sentence"]
+    assert found.sweep.totals_wrong == (65, 97)
+
+
+def test_padding_that_came_with_the_inputs_is_taken_off() -> None:
+    prefill = small()
+    from sdpa_repro.capturing.prefill import of_model, padded
+
+    again = of_model(prefill.model, padded(prefill, LENGTH + 5))
+    assert again.length == LENGTH
+    assert torch.equal(again.inputs["input_ids"], prefill.inputs["input_ids"])
+    assert again.pad_token == prefill.pad_token
+
+
+def test_inputs_that_cannot_be_located_are_refused_in_one_line() -> None:
+    prefill = small()
+    with pytest.raises(InputError, match="no input_ids"):
+        locate(prefill.model, {})
+    with pytest.raises(InputError, match="negative"):
+        locate(prefill.model, prefill.inputs, pads=[-1])
+    prefill.model.train()
+    try:
+        with pytest.raises(InputError, match="eval"):
+            locate(prefill.model, prefill.inputs)
+    finally:
+        prefill.model.eval()
+
+
+def test_ctrl_c_after_the_sweep_keeps_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: Any, **words: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "compare_stages", stop)
+    prefill = small()
+    found = locate(prefill.model, prefill.inputs, pads=[1], lengths=False)
+    assert found.exit_status == 130
+    assert found.sentence.startswith("stopped after 2 total lengths, none of them beyond noise")
+    assert found.document()["level"] is None
+    assert not found.document()["complete"]
+
+
+def test_what_greedy_cannot_do_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = small()
+    found = locate(prefill.model, prefill.inputs, pads=[1], padding_side="right", lengths=False, greedy=2)
+    assert found.greedy == ()
+    assert any("goes on after the padding" in note for note in found.notes)
