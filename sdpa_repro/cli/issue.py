@@ -8,18 +8,39 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sdpa_repro.cli import output
+from sdpa_repro.cli.completing import dumps
+from sdpa_repro.cli.epilog import epilog
 
 if TYPE_CHECKING:
     from sdpa_repro.publishing.published import Published
 
 
-@click.command(name="issue", short_help="Write a script and an issue for a failing dump, and run the script.")
-@click.argument("path", metavar="DUMP", type=click.Path(path_type=Path))
+@click.command(
+    name="issue",
+    short_help="Write a script and an issue for a failing dump, and run the script.",
+    epilog=epilog(
+        {
+            0: "there is nothing to report",
+            1: "a backend fails and the script shows it",
+            3: "the script does not show it here, or it was wrong live only",
+        },
+        "sdpa-repro issue dumps/L05-self_attn-call5-289x289.pt -o report",
+        "sdpa-repro issue x.pt -o report --force --test      again, with a unit test",
+    ),
+)
+@click.argument("path", metavar="DUMP", type=click.Path(path_type=Path), shell_complete=dumps)
 @click.option("-o", "folder", metavar="DIR", type=click.Path(path_type=Path), help="Folder.  [default: DUMP.issue]")
 @click.option("--no-reduce", "reduced", flag_value=False, default=True, help="Take the call as it is.")
 @click.option("--no-explain", "explained", flag_value=False, default=True, help="Leave conditions and lengths out.")
 @click.option("--include-values", is_flag=True, help="Captured values may be written into the script, if few.")
 @click.option("--test", is_flag=True, help="Also write test_repro.py, a unit test.")
+@click.option(
+    "--results",
+    multiple=True,
+    metavar="FILE.json",
+    type=click.Path(path_type=Path),
+    help="Results of `versions` for the table of versions tried; repeatable.",
+)
 @click.option("--template", metavar="FILE", type=click.Path(path_type=Path), help="Jinja template for another tracker.")
 @click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
 @click.option("--device", help="Where to run: cpu, cuda, … Default: as for replay.")
@@ -30,13 +51,6 @@ def command(path: Path, folder: Path | None, as_json: bool, **options: Any) -> N
     """Reduce and explain the call in DUMP, write repro.py and issue.md, and run repro.py in a fresh process.
 
     The script imports torch alone. Captured values stay out of it without --include-values.
-
-    Exit status: 1 when a backend fails and the script shows it, 3 when the script does not show it here or the
-    failure was seen live only, 0 when there is nothing to report, 2 bad input.
-
-    \b
-    Example:
-      sdpa-repro issue dumps/L05-self_attn-call5-289x289.pt -o report
     """
     from sdpa_repro.publishing.publish import publish
 

@@ -18,7 +18,7 @@ from sdpa_repro.publishing.escaping import block, code, one_line, prose
 from sdpa_repro.publishing.limit import errors_in
 from sdpa_repro.publishing.running import ScriptRun
 from sdpa_repro.publishing.story import Story
-from sdpa_repro.publishing.versions import columns, table
+from sdpa_repro.publishing.versions import columns, markdown, table
 from sdpa_repro.replaying.reference import reference
 from sdpa_repro.switches import dtype_name
 
@@ -128,6 +128,7 @@ def fields(report: Report) -> dict[str, Any]:
         "expected": _expected(report),
         "versions": versions,
         "backends": columns(versions),
+        "versions_table": markdown(versions),
         "workarounds": wording.workarounds(report.explanation),
         "found_in": found_in(report.origin, report.environment),
         "command": code(report.command),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,10 @@ from sdpa_repro.publishing.issue import Report, check_template, issue
 from sdpa_repro.publishing.published import Published
 from sdpa_repro.publishing.tensor_lines import tensor_lines
 from sdpa_repro.publishing.unit_test import unit_test
-from sdpa_repro.publishing.versions import collect_env
+from sdpa_repro.publishing.version_results import read_results
+from sdpa_repro.publishing.version_row import Row
+from sdpa_repro.publishing.version_table import issue_rows
+from sdpa_repro.publishing.versions import collect_env, table
 from sdpa_repro.reducing.dump_reducer import reduce_dump
 from sdpa_repro.replaying.backends import Backend
 from sdpa_repro.replaying.replay import Replay, replay
@@ -47,12 +51,13 @@ def publish(
     force: bool = False,
     progress: Progress | None = None,
     explanation: Mapping[str, Any] | None = None,
-    versions: Sequence[Mapping[str, Any]] = (),
+    results: Sequence[str | Path] = (),
 ) -> Published:
     """Reduce and explain the dump's call, write `repro.py` and `issue.md` into `folder`, and run the script.
 
     folder: default `<dump>.issue` beside the dump. reduced, explained: leave that part out when False. budget:
     seconds for reducing and explaining together. explanation: the document of an `explain` that was already made.
+    results: files that `versions` wrote, about this dump or about the script that is written here.
     Nothing is written when no backend fails, and `exit_status` is that of the verdict; else 1 when the script fails
     as it should, 3 when it does not. Raises InputError for bad input, for files that would be overwritten without
     `force`, for a bad template.
@@ -62,16 +67,28 @@ def publish(
     names = [files.SCRIPT, files.ISSUE, files.DUMP, *([files.TEST] if test else [])]
     files.check_free(target, names, force=force)
     check_template(template)
+    tried = tuple((Path(name).name, *read_results(name)) for name in results)
     say(f"replaying {path.name}")
     seen = replay(path, device=device, dtypes=("captured",), runs=1, preload=preload)
     if seen.verdict is not Verdict.BACKEND_WRONG:
         return Published(_nothing(seen), seen.exit_status, seen)
     options = _Options(
-        path, target, tuple(preload), seen.device, include_values, test, template, reduced, explained, budget, say
+        path,
+        target,
+        tuple(preload),
+        seen.device,
+        include_values,
+        test,
+        template,
+        reduced,
+        explained,
+        budget,
+        say,
+        tried,
     )
     with tempfile.TemporaryDirectory(prefix="sdpa-repro-") as scratch:
         case = _explained(options, _reduced(options, seen, Path(scratch)), explanation)
-        return _written(options, case, versions)
+        return _written(options, case)
 
 
 @dataclass(frozen=True)
@@ -89,6 +106,8 @@ class _Options:
     explain: bool
     budget: float | None
     say: Progress
+    tried: tuple[tuple[str, str, list[Row]], ...] = ()
+    """Of each file of results: its name, the sha256 of what was run, the rows."""
 
     @property
     def half(self) -> float | None:
@@ -155,7 +174,7 @@ def _explained(options: _Options, case: _Case, explanation: Mapping[str, Any] | 
     return replace(case, explanation=found.document())
 
 
-def _written(options: _Options, case: _Case, versions: Sequence[Mapping[str, Any]]) -> Published:
+def _written(options: _Options, case: _Case) -> Published:
     """Tell the story, run the script, write the files."""
     original, dump = load(options.path), load(case.path)
     recipes = recipes_of(dump)
@@ -166,6 +185,7 @@ def _written(options: _Options, case: _Case, versions: Sequence[Mapping[str, Any
     beside = {story.file: case.path} if tensors.stored else {}
     options.say("running repro.py in a fresh process")
     made = tried_script(dump.call, recipes, story, guilty=case.replay.guilty, preload=options.preload, beside=beside)
+    versions, left_out = _versions(options, made)
     options.say("collecting versions for the issue")
     report = Report(
         call=dump.call,
@@ -186,7 +206,7 @@ def _written(options: _Options, case: _Case, versions: Sequence[Mapping[str, Any
         stored=tensors.stored,
     )
     contents: dict[str, str | bytes] = {files.SCRIPT: made.text, files.ISSUE: issue(report, options.template)}
-    notes = case.notes
+    notes = (*case.notes, *left_out)
     if options.test and made.story.ends_process:
         notes = (*notes, f"no {files.TEST}: a backend that ends the process would end the test run")
     elif options.test:
@@ -211,6 +231,21 @@ def _written(options: _Options, case: _Case, versions: Sequence[Mapping[str, Any
         reduction=case.reduction,
         notes=notes,
     )
+
+
+def _versions(options: _Options, made: Tried) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """The rows for the issue: this run, and results of this very script or dump; a note for those of another."""
+    if not options.tried:
+        return [], []
+    about = {hashlib.sha256(data).hexdigest() for data in (made.text.encode("utf-8"), options.path.read_bytes())}
+    rows: list[Mapping[str, Any]] = [*table(made.run, ())]
+    notes = []
+    for name, digest, found in options.tried:
+        if digest in about:
+            rows += issue_rows(found)
+        else:
+            notes.append(f"{name} is about another script: run the new one with sdpa-repro versions and --issue")
+    return rows, notes
 
 
 def _sentence(made: Tried) -> str:

@@ -83,13 +83,15 @@ def run_script(
     preload: Sequence[str | Path] = (),
     timeout: float = 120.0,
     beside: Mapping[str, Path] | None = None,
+    python: str | None = None,
 ) -> ScriptRun:
     """Run a script's text with `python -I` in a temporary folder that holds it and nothing else.
 
     beside: files to copy there, by the name they get. preload: files that run first (planted faults, kernels from
-    elsewhere); the result names them. The script and its children are ended after `timeout` seconds.
+    elsewhere); the result names them. python: another interpreter than this one. The script and its children are
+    ended after `timeout` seconds.
     Raises InputError when the text imports anything but torch and the standard library, or when a preloaded file
-    cannot be read.
+    cannot be read; OSError when `python` cannot be started.
     """
     check_imports(text)
     names = tuple(record["name"] for record in preload_records(preload))
@@ -98,7 +100,7 @@ def run_script(
         script.write_text(text, encoding="utf-8")
         for name, path in (beside or {}).items():
             shutil.copyfile(path, Path(folder) / name)
-        command = [sys.executable, "-I", os.path.abspath(alone.__file__)]
+        command = [python or sys.executable, "-I", "-u", os.path.abspath(alone.__file__)]  # -u: a crash loses no line
         command += [word for path in preload for word in ("--preload", str(Path(path).resolve()))]
         started = time.monotonic()
         with log.open("wb") as target:
@@ -107,7 +109,7 @@ def run_script(
         output = log.read_text(encoding="utf-8", errors="replace")[-ENOUGH:]
         for name in {folder, str(Path(folder).resolve())}:
             output = output.replace(f"{name}/", "")
-    where = f"python -I in an empty folder, torch {torch.__version__}"
+    where = "python -I in an empty folder" + ("" if python else f", torch {torch.__version__}")
     if names:
         where += f", after {', '.join(names)}"
     return ScriptRun(status, output, seconds, where, names)

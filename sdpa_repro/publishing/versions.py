@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sdpa_repro.environment import software
-from sdpa_repro.publishing.escaping import one_line
+from sdpa_repro.publishing.escaping import prose
 from sdpa_repro.publishing.running import ScriptRun
 
 SECONDS = 90
@@ -41,7 +41,9 @@ def results_in(output: str) -> dict[str, str]:
     found = {}
     for match in _RESULT.finditer(output):
         words = match[2]
-        if words.startswith("declined"):
+        if words.startswith("declined: CUDA error"):  # the kernel ran, and the process can compute nothing after it
+            found[match[1]] = "crashed"
+        elif words.startswith("declined"):
             found[match[1]] = "declined"
         elif words.startswith("timed out"):
             found[match[1]] = "no answer"
@@ -53,9 +55,9 @@ def results_in(output: str) -> dict[str, str]:
 
 
 def table(run: ScriptRun | None, versions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of `torch` and `results` (backend to word): those given, else the run that was made here."""
+    """Rows of `torch` (Markdown) and `results` (backend to word): those given, else the run that was made here."""
     rows = [
-        {"torch": one_line(row.get("torch", "?"), 40), "results": {str(k): str(v) for k, v in row["results"].items()}}
+        {"torch": _cell(row.get("torch", "?")), "results": {str(k): str(v) for k, v in row["results"].items()}}
         for row in versions
         if isinstance(row.get("results"), Mapping)
     ]
@@ -67,7 +69,24 @@ def table(run: ScriptRun | None, versions: Sequence[Mapping[str, Any]]) -> list[
     return rows
 
 
+def _cell(text: object) -> str:
+    """A machine's words as Markdown. What would begin a list at the start of a line, such as `2.`, begins none here."""
+    return prose(f"torch {text}", 120).removeprefix("torch ")
+
+
 def columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Backends that at least one version ran."""
     names = list(dict.fromkeys(name for row in rows for name in row["results"]))
     return [name for name in names if any(row["results"].get(name, "declined") != "declined" for row in rows)]
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of `table` as a Markdown table; "" without rows or without a backend that ran."""
+    names = columns(rows)
+    if not names:
+        return ""
+    lines = [f"| torch | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
+    lines += [
+        f"| {row['torch']} | {' | '.join(row['results'].get(name, 'not run') for name in names)} |" for row in rows
+    ]
+    return "\n".join(lines)

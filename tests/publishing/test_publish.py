@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,11 @@ from sdpa_repro.environment import capture_context
 from sdpa_repro.errors import InputError
 from sdpa_repro.publishing import files
 from sdpa_repro.publishing import publish as chain
-from sdpa_repro.publishing.facts import is_synthetic, recipes_of, same_tensor
+from sdpa_repro.publishing.facts import Tried, is_synthetic, recipes_of, same_tensor
 from sdpa_repro.publishing.publish import publish
+from sdpa_repro.publishing.running import ScriptRun
+from sdpa_repro.publishing.story import Story
+from sdpa_repro.publishing.version_row import Outcome, Row
 from sdpa_repro.recipe import to_document
 from tests.calls import make_call
 from tests.faults import emulation
@@ -155,3 +160,26 @@ def test_only_made_up_values_may_go_inline_unasked() -> None:
     assert is_synthetic({"model": "tiny Gemma 4 Unified (embedded, random weights)"})
     for model in ("google/gemma", None, 3, "not none: x"):
         assert not is_synthetic({"model": model})
+
+
+def test_results_of_this_script_or_dump_go_into_the_issue_and_others_into_a_note(tmp_path: Path) -> None:
+    made = Tried("script", Story("MATH"), ScriptRun(0, "torch 2.13.0 on cpu\nMATH   0.5\n", 1.0, ""))
+    path = tmp_path / "x.pt"
+    path.write_bytes(b"dump")
+    row = Row("r.json", Outcome.PASSES, {"MATH": "ok"}, {"torch": "2.14.1", "device": "cpu"})
+    tried = tuple(
+        (name, hashlib.sha256(data).hexdigest(), [row])
+        for name, data in (("script.json", b"script"), ("dump.json", b"dump"), ("other.json", b"other"))
+    )
+    options = chain._Options(path, tmp_path, (), "cpu", False, False, None, True, True, None, print, tried)
+    rows, notes = chain._versions(options, made)
+    assert [row["torch"] for row in rows] == ["2.13.0 (cpu)", "2.14.1 (cpu)", "2.14.1 (cpu)"]
+    assert notes == ["other.json is about another script: run the new one with sdpa-repro versions and --issue"]
+    assert chain._versions(replace(options, tried=()), made) == ([], [])
+
+
+def test_bad_results_are_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain, "replay", lambda *words, **more: pytest.fail("something ran"))
+    (tmp_path / "r.json").write_text("[]")
+    with pytest.raises(InputError, match=r"r\.json holds no results"):
+        publish(tmp_path / "x.pt", results=[tmp_path / "r.json"])
