@@ -10,7 +10,7 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sdpa_repro.attention import AttentionCall, output_shape
 from sdpa_repro.replaying.eager import eager, is_emulated
-from sdpa_repro.replaying.variants import autocast_dtype, rows_of, under_autocast
+from sdpa_repro.replaying.variants import autocast_dtype, rows_of
 
 BLOCK_BYTES = 256 << 20
 """Transient memory for one block of rows in `run_in_blocks`."""
@@ -59,6 +59,7 @@ class NoMemory(Declined):
 DECLINES = re.compile(r"No (available|viable) (kernel|backend)|not (implemented|supported)|unsupported", re.IGNORECASE)
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 USELESS = re.compile(r"not used because|has been runtime disabled|attempting to run|override")
+NAMES = {member.value: name for name, member in SDPBackend.__members__.items()}
 SECTIONS = {
     Backend.FLASH_ATTENTION: "flash attention kernel not used",
     Backend.EFFICIENT_ATTENTION: "memory efficient kernel not used",
@@ -156,35 +157,62 @@ def chosen(call: AttentionCall) -> str:
 
     A name as in `SDPBackend`, or "unknown" when the dispatcher refuses or this device does not tell.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return dispatched(call)
+
+
+def dispatched(call: AttentionCall) -> str:
+    """`chosen` for a call that has just run: copies nothing and leaves the warning filters, which are global, alone.
+
+    Where no kernel takes the call the dispatcher warns.
+    """
     words = dict(call.keywords)
-    mask, dropout, causal = words.pop("attn_mask"), words.pop("dropout_p"), words.pop("is_causal")
+    del words["attn_mask"]
+    dropout, causal = words.pop("dropout_p"), words.pop("is_causal")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            cast = under_autocast(call)
-            mask = cast.attn_mask if mask is not None else None
-            number = torch._fused_sdp_choice(cast.query, cast.key, cast.value, mask, dropout, causal, **words)
+        cast = _stand_in(call)
+        number = torch._fused_sdp_choice(cast.query, cast.key, cast.value, cast.attn_mask, dropout, causal, **words)
     except Exception:
         return "unknown"
-    names = {member.value: name for name, member in SDPBackend.__members__.items()}
-    return names.get(int(number), "unknown")
+    return NAMES.get(int(number), "unknown")
 
 
-def run_in_blocks(call: AttentionCall, backend: Backend, deadline: float = math.inf) -> Tensor:
+def _stand_in(call: AttentionCall) -> AttentionCall:
+    """The call itself, or under autocast tensors without values that look like those that the kernel gets."""
+    dtype = autocast_dtype(call)
+    if dtype is None:
+        return call
+    fresh = {}
+    for name, tensor in call.tensors.items():
+        kind = dtype if tensor.dtype.is_floating_point else tensor.dtype
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device=tensor.device)
+        fresh[name] = empty.requires_grad_(tensor.requires_grad and torch.is_grad_enabled())
+    return call.with_tensors(fresh)
+
+
+def run_in_blocks(
+    call: AttentionCall,
+    backend: Backend,
+    deadline: float = math.inf,
+    wanted: Sequence[Sequence[int]] | None = None,
+) -> Tensor:
     """MATH or EAGER on blocks of query rows, each with its explicit mask: the path's rounding, little memory.
+
+    wanted: [first, last) pairs of rows, the others become NaN (default: all).
 
     Keys beyond a causal block's last row are left out. The result may only supply noise: it is not the
     call that a user makes. Raises Declined when `deadline` (of `time.monotonic`) passes before the end.
     """
     rows = call.query.shape[-2]
     dtype = autocast_dtype(call) or call.query.dtype
-    output = torch.zeros(output_shape(call), dtype=dtype, device=call.query.device)
+    output = torch.full(output_shape(call), math.nan, dtype=dtype, device=call.query.device)
     per_row = max(1, needed_bytes(call, backend) // max(rows, 1))
     step = max(1, min(rows, BLOCK_BYTES // per_row))
-    for first in range(0, rows, step):
+    spans = [(0, rows)] if wanted is None else wanted
+    for first, last in ((at, min(at + step, end)) for start, end in spans for at in range(start, end, step)):
         if time.monotonic() > deadline:
             raise Declined("out of time")
-        last = min(first + step, rows)
         output[..., first:last, :] = run(rows_of(call, first, last), backend)
     return output
 

@@ -6,6 +6,7 @@ descriptors before anything else runs, so whatever libraries, kernels or preload
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
@@ -134,7 +135,8 @@ def cell(dump: Dump, job: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
 
     Answers with `runs`, `bit_stable`, `chosen` (the default path's kernel), `seconds` (median of a run), and
     what of the recorded context does not exist here. A second output is saved when runs differ. A path that
-    would not fit in memory is declined, and its output on blocks of rows saved instead (`noise_only`).
+    would not fit in memory is declined, and its output on blocks of rows saved instead (`noise_only`): on the query
+    rows in the job's `rows`, [first, last) pairs, or on all; with an empty list not yet (`blocks`).
     Dropout is left out: its result is random.
     """
     backend, captured = Backend(job["backend"]), job["dtype"] == "captured"
@@ -149,7 +151,8 @@ def cell(dump: Dump, job: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
             tell({"chosen": answer["chosen"]})
         elif backend is Backend.EAGER and is_emulated(call):
             answer["remark"] = "emulated: float32 products rounded to the dtype"
-        need, free = needed_bytes(call, backend), free_memory(call.query.device)
+        need = needed_bytes(call, backend)
+        free = memory_for(2 * need if backend in CAN_BE_BLOCKED else need, call.query.device)
         if need > (free // 2 if backend in CAN_BE_BLOCKED else free):
             half = "more than half of the " if need <= free else ""
             reason = f"needs {_gib(need)}, {half}{_gib(free)} {'that ' if half else ''}are free"
@@ -235,14 +238,27 @@ def _check_context(call: AttentionCall) -> None:
         raise ContextLost(first_line(error)) from error
 
 
+def memory_for(wanted: int, device: torch.device) -> int:
+    """Free memory in bytes; where that is less than `wanted`, after this process has returned what it keeps unused."""
+    free = free_memory(device)
+    if free >= wanted or device.type != "cpu":
+        return free
+    with suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+    return free_memory(device)
+
+
 def _instead(call: AttentionCall, backend: Backend, reason: str, job: Mapping[str, Any]) -> dict[str, Any]:
     """Decline for want of memory, and measure the path's noise on blocks of rows where that can be done."""
     declined = {"kind": "declined", "reason": reason}
     if backend not in CAN_BE_BLOCKED:
         return declined
+    wanted = job.get("rows")
+    if wanted == []:
+        return declined | {"blocks": True}
     with suppress(Declined), torch.no_grad():
         deadline = time.monotonic() + BLOCKS_SHARE * float(job["timeout"])
-        _save(job["output"], run_in_blocks(call, backend, deadline), None)
+        _save(job["output"], run_in_blocks(call, backend, deadline, wanted), None)
         return declined | {"noise_only": True, "remark": "noise measured on blocks of rows"}
     return declined
 

@@ -17,16 +17,20 @@ import torch
 from torch import Tensor
 
 from sdpa_repro.attention import AttentionCall
-from sdpa_repro.replaying.tiles import EXTRA, RowScale, attend_block, augmented, extra_columns, visibility
+from sdpa_repro.replaying.runs import TILE, Run, plan, visible
+from sdpa_repro.replaying.tiles import EXTRA, Keys, Room, RowScale, attend_block, augmented, extra_columns
 
-CONVERTED_BYTES = 64 << 20
+CONVERTED_BYTES = 16 << 20
 """Key and value of some heads are converted for all blocks of rows together when they take no more than this."""
 
-TILE_BYTES = {"cpu": 16 << 20, "cuda": 96 << 20}
+TILE_BYTES = {"cpu": 4 << 20, "cuda": 96 << 20}
 """Scores held at a time, by device type: what the cache holds on a CPU, fewer and larger kernels on a GPU."""
 
-BLOCK_ROWS = {"cpu": 256, "cuda": 1024}
-"""Query rows of a block at most: a block of a causal call computes what its last row may see."""
+BLOCK_ROWS = 1024
+"""Query rows of a block at most, those of heads that share a key counted together."""
+
+HIDDEN_KEYS = 4096
+"""Positions with NaN or Inf looked at together, to find the rows they are hidden from."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,18 @@ class Block:
     """(G, R) bool: the mask allows at least one key (finfo.min counts as not allowed)."""
     poisoned: Tensor
     """(G, R) bool: a key or value the mask hides from this row is NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """What blocks compute in place of the columns of the reference: a few combinations of them.
+
+    columns: (Ev, m) in the working precision. output: the output under test (B, H, L, Ev); its largest entry in a
+    row, at most Σ p·w, stands in for that of the reference in `scale.size`.
+    """
+
+    columns: Tensor
+    output: Tensor
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,9 @@ def four_dims(call: AttentionCall) -> AttentionCall:
         if int(variant) != 1:
             mask = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)
             is_causal = False
+    if query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]:
+        mask = mask if mask is None else mask.expand(query.shape[0], query.shape[1], rows, keys)
+        return replace(call, query=query, key=key, value=value, attn_mask=mask, is_causal=is_causal)
     batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     if mask is not None:
         mask = mask.expand(*batch, query.shape[-3], rows, keys)
@@ -118,28 +137,68 @@ def reference(call: AttentionCall, *, precision: torch.dtype = torch.float64) ->
 
 
 def blocks(
-    call: AttentionCall, *, precision: torch.dtype = torch.float64, tile_bytes: int | None = None
+    call: AttentionCall,
+    *,
+    precision: torch.dtype = torch.float64,
+    tile_bytes: int | None = None,
+    sketch: Sketch | None = None,
 ) -> Iterator[Block]:
-    """The reference block by block, for callers that compare and forget. `call` as from `four_dims`."""
+    """The reference block by block, for callers that compare and forget. `call` as from `four_dims`.
+
+    With a `sketch` a block's output is reference·columns (G, R, m), at the cost of m columns.
+    """
     budget = tile_bytes or TILE_BYTES.get(call.query.device.type, TILE_BYTES["cpu"])
     batches, heads, rows, _ = call.query.shape
     check_shapes(call)
     if 0 in (batches, heads, rows, call.key.shape[2]):
         return
     with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
-        for batch in range(batches):
-            groups = head_groups(call)
-            step, most = _block_size(call, groups[0][1] - groups[0][0], precision, budget)
-            for chosen in _batched(groups, most):
-                yield from _head_blocks(call, batch, chosen, precision, step)
+        room = Room(precision, call.query.device)
+        for part in _parts(call, budget // room.itemsize):
+            yield from _head_blocks(call, part, room, sketch)
 
 
-def _block_size(call: AttentionCall, size: int, precision: torch.dtype, budget: int) -> tuple[int, int]:
-    """Query rows in a block, and how many groups of `size` heads go together, for scores of `budget` bytes."""
-    row = call.key.shape[2] * torch.empty((), dtype=precision).element_size() * size
-    most = BLOCK_ROWS.get(call.query.device.type, BLOCK_ROWS["cpu"])
-    step = max(1, min(max(budget // row, 64 // size), max(64, most // size), call.query.shape[2]))
-    return step, max(1, budget // (row * step))
+@dataclass(frozen=True)
+class Part:
+    """Some heads of one batch, computed together, with their mask (H or 1, L, S) and the runs of each block."""
+
+    batch: int
+    heads: Heads
+    mask: Tensor | None
+    step: int
+    plans: list[list[Run]]
+
+
+def _parts(call: AttentionCall, most: int) -> Iterator[Part]:
+    """Everything there is to compute, `most` scores at a time."""
+    groups, mask = head_groups(call), call.attn_mask
+    size = groups[0][1] - groups[0][0]
+    rows, keys, step, chunk = *_lengths(call), *_block_size(call, size, most)
+    if mask is not None and mask.stride(1):
+        for batch in range(call.query.shape[0]):
+            for heads in _batched(groups, max(1, most // (size * min(step, rows) * min(chunk, keys)))):
+                theirs = mask[batch, heads.first : heads.first + heads.count]
+                yield Part(batch, heads, theirs, step, plan(theirs, call.is_causal, rows, keys, step, chunk))
+        return
+    plans: list[list[Run]] = []
+    for batch in range(call.query.shape[0]):
+        own = None if mask is None else mask[batch, :1]
+        if not plans or (mask is not None and mask.stride(0)):
+            plans = plan(own, call.is_causal, rows, keys, step, chunk)
+        largest = max([1, *((run.last - run.first) * (run.below - run.above) for runs in plans for run in runs)])
+        for heads in _batched(groups, max(1, most // (size * largest))):
+            yield Part(batch, heads, own, step, plans)
+
+
+def _lengths(call: AttentionCall) -> tuple[int, int]:
+    """L and S."""
+    return call.query.shape[2], call.key.shape[2]
+
+
+def _block_size(call: AttentionCall, size: int, most: int) -> tuple[int, int]:
+    """Query rows of a block, a power of two, and keys of a run, for groups of `size` heads and `most` scores."""
+    step = 1 << (max(64, min(BLOCK_ROWS // size, most // size // TILE)).bit_length() - 1)
+    return step, max(1, most // size // min(step, call.query.shape[2]) // TILE) * TILE
 
 
 def rows_of(call: AttentionCall, batch: int, head: int, rows: Tensor) -> AttentionCall:
@@ -241,33 +300,53 @@ def _chosen(tensor: Tensor, heads: tuple[int, ...]) -> Tensor:
     return tensor[list(heads)]
 
 
-def _head_blocks(call: AttentionCall, batch: int, heads: Heads, precision: torch.dtype, step: int) -> Iterator[Block]:
-    """The blocks of `step` query rows of some heads."""
-    last_head = heads.first + heads.count
-    query = call.query[batch, heads.first : last_head]
-    key, value = _chosen(call.key[batch], heads.key_heads), _chosen(call.value[batch], heads.value_heads)
-    keys = key.shape[1]
-    columns = extra_columns(key, value, precision)
-    broken = None if columns[1] is None else columns[1].repeat_interleave(heads.size, 0)[:, None]
-    width = value.shape[-1]
-    small = columns[0].element_size() * len(key) * keys * (key.shape[-1] + width + EXTRA) <= CONVERTED_BYTES
-    if small:
-        key, value = key.to(precision), augmented(value, columns, slice(None))
-    mask = None if call.attn_mask is None else call.attn_mask[batch, heads.first : last_head]
-    for first in range(0, query.shape[1], step):
-        rows = range(first, min(first + step, query.shape[1]))
-        bias = None if mask is None else _shared_rows(mask[:, rows.start : rows.stop])
-        block = query[:, rows.start : rows.stop].to(precision)
-        output, scale, live = attend_block(block, rows, key, value, None if small else columns, bias, call)
+def _head_blocks(call: AttentionCall, part: Part, room: Room, sketch: Sketch | None) -> Iterator[Block]:
+    """The blocks of a part."""
+    batch, heads, step = part.batch, part.heads, part.step
+    here = slice(heads.first, heads.first + heads.count)
+    query = call.query[batch, here]
+    keys, broken = _keys_of(call, batch, heads, room, sketch)
+    for number, runs in enumerate(part.plans):
+        rows = slice(number * step, min((number + 1) * step, query.shape[1]))
+        bias = None if part.mask is None else part.mask[:, rows]
+        size = None if sketch is None else sketch.output[batch, here, rows].abs().amax(-1).to(room.dtype)
+        block = query[:, rows].to(room.dtype)
+        output, scale, live = attend_block(block, rows.start, keys, runs, bias, call, room, size)
         poisoned = torch.zeros_like(live)
         if broken is not None:
-            seen = visibility(bias, rows, range(keys), call.is_causal, query.device)
-            poisoned = (~seen & broken).any(-1).expand_as(live)
-            output = output.masked_fill((seen & broken).any(-1).expand_as(live)[..., None], float("nan"))
-        output = output.masked_fill(~live[..., None], 0.0)
+            poisoned, seen = _sees(broken, bias, rows, call.is_causal)
+            output.masked_fill_(seen[..., None], float("nan"))
+        if not bool(live.all()):
+            output.masked_fill_(~live[..., None], 0.0)
         yield Block(batch, heads.first, heads.count, rows.start, rows.stop, output, scale, live, poisoned)
 
 
-def _shared_rows(bias: Tensor) -> Tensor:
-    """Mask rows (H, R, S) as (1, R, S) when all heads read the same memory."""
-    return bias[:1] if bias.stride(0) == 0 else bias
+def _keys_of(
+    call: AttentionCall, batch: int, heads: Heads, room: Room, sketch: Sketch | None
+) -> tuple[Keys, Tensor | None]:
+    """Key and value of some heads, converted when they are small; which positions hold NaN or Inf (H, S), if any."""
+    key, value = _chosen(call.key[batch], heads.key_heads), _chosen(call.value[batch], heads.value_heads)
+    columns = extra_columns(key, value, room.dtype)
+    broken = None if columns[1] is None else columns[1].repeat_interleave(heads.size, 0)
+    if sketch is not None:
+        value = value.to(room.dtype) @ sketch.columns
+    elements = key.shape[0] * key.shape[1] * (key.shape[2] + value.shape[2] + EXTRA)
+    if elements * room.itemsize > CONVERTED_BYTES:
+        return Keys(key, value, columns), broken
+    converted = room.take("key", *key.shape).copy_(key)
+    together = room.take("value", *value.shape[:2], value.shape[2] + EXTRA)
+    return Keys(converted, augmented(value, columns, slice(None), together), None), broken
+
+
+def _sees(broken: Tensor, bias: Tensor | None, rows: slice, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Which rows a `broken` position (H, S) is hidden from, and which see one; each (H, R)."""
+    hidden = torch.zeros(len(broken), rows.stop - rows.start, dtype=torch.bool, device=broken.device)
+    seen = torch.zeros_like(hidden)
+    row = torch.arange(rows.start, rows.stop, device=broken.device)[:, None]
+    for keys in broken.any(0).nonzero().flatten().split(HIDDEN_KEYS):
+        allowed = hidden.new_ones(1, len(row), len(keys)) if bias is None else visible(bias[..., keys])
+        allowed = allowed & (keys <= row) if is_causal else allowed
+        there = broken[:, None, keys]
+        hidden |= (there & ~allowed).any(-1)
+        seen |= (there & allowed).any(-1)
+    return hidden, seen

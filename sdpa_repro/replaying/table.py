@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,9 +14,10 @@ from sdpa_repro.replaying.backends import Backend, missing_reason
 from sdpa_repro.replaying.cells import Cell, judged, load_outputs
 from sdpa_repro.replaying.comparable import Values, values_of
 from sdpa_repro.replaying.conclusion import Live
-from sdpa_repro.replaying.verdict import RowErrors, Status, row_errors
+from sdpa_repro.replaying.verdict import RowErrors, Status, row_errors, thresholds
 from sdpa_repro.replaying.worker import Outcome, Worker
 from sdpa_repro.switches import dtype_name
+from sdpa_repro.visibility import true_ranges
 
 NOISE = (Backend.MATH, Backend.EAGER)
 """The paths whose errors are other paths' noise. They run first: a kernel that damages its process runs last."""
@@ -95,6 +96,11 @@ class Table:
                 return
             outcomes = {backend: self._run(backend, dtype, label) for backend in wanted}
         errors = {backend: self._errors(backend, dtype, outcomes[backend], values) for backend in wanted}
+        for backend in NOISE:
+            if outcomes[backend].answer.get("blocks"):
+                rows = self._beyond_floor(outcomes, errors, values)
+                outcomes[backend] = self._run(backend, dtype, label, rows) if rows else outcomes[backend]
+                errors[backend] = self._errors(backend, dtype, outcomes[backend], values)
         noise = {backend.value: found for backend in NOISE if (found := errors[backend]) is not None}
         cells = []
         for backend in (backend for backend in Backend if backend in wanted):
@@ -116,8 +122,26 @@ class Table:
             return None
         return row_errors(load_outputs(self.saved(backend, dtype))["first"], values.reference)
 
-    def _run(self, backend: Backend, dtype: str, label: str) -> Outcome:
-        """One cell in the worker; a failure is confirmed once in a fresh process."""
+    def _beyond_floor(
+        self, outcomes: Mapping[Backend, Outcome], errors: Mapping[Backend, RowErrors | None], values: Values
+    ) -> list[tuple[int, int]]:
+        """Query rows, as [first, last) pairs, in which a path's error needs the noise of others to be judged."""
+        if values.reference is None:
+            return []
+        needed = torch.zeros(values.reference.live.shape[-1], dtype=torch.bool)
+        for backend, found in errors.items():
+            if found is None or outcomes[backend].kind != "done":
+                continue
+            limit, rms = thresholds(values.reference, values.call.query.dtype, backend.value, {})
+            beyond = ~found.finite | (found.max_abs > limit) | (found.rms > rms)
+            needed |= (beyond & values.reference.decides).flatten(0, -2).any(0).cpu()
+        return [(first, last + 1) for first, last in true_ranges(needed)]
+
+    def _run(self, backend: Backend, dtype: str, label: str, rows: Sequence[tuple[int, int]] = ()) -> Outcome:
+        """One cell in the worker; a failure is confirmed once in a fresh process.
+
+        rows: those on which a path that does not fit in memory is run for its noise.
+        """
         missing = missing_reason(backend, self.device.type)
         if missing:
             return Outcome("declined", missing)
@@ -130,6 +154,7 @@ class Table:
             "backend": backend.value,
             "runs": self.runs,
             "output": str(self.saved(backend, dtype)),
+            "rows": list(rows),
         }
         limit = min(self.timeout, HUNG_SECONDS) if self._hung(backend) else self.timeout
         outcome = self.worker.request(job, limit)

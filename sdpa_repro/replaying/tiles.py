@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log
+from math import log, prod
 
 import torch
 from torch import Tensor
 
 from sdpa_repro.attention import AttentionCall
+from sdpa_repro.replaying.runs import Run, visible
 
-KEY_TILE = 128
-"""Keys per visibility test; a tile is skipped when no row of the block may see it."""
-
-KEY_CHUNK = 4096
+KEY_CHUNK = 1024
 """Keys converted to the working precision at a time, where not all are at once."""
 
 EXTRA = 5
 """Columns appended to value: 1, w, w², k, k·w with w = max |value| and k = |key| of that position."""
+
+JUMP = {torch.float32: 8.0, torch.float64: 100.0}
+"""How far a score may exceed the number subtracted from its row's scores before that number is raised."""
 
 
 @dataclass(frozen=True)
@@ -58,126 +60,180 @@ def extra_columns(key: Tensor, value: Tensor, precision: torch.dtype) -> tuple[T
     return extra.masked_fill(broken[..., None], 0.0), broken
 
 
-def augmented(value: Tensor, columns: tuple[Tensor, Tensor | None], keys: slice) -> Tensor:
+def augmented(value: Tensor, columns: tuple[Tensor, Tensor | None], keys: slice, out: Tensor | None = None) -> Tensor:
     """Some positions of value and its extra columns side by side, (N, K, Ev + 5); NaN and Inf positions are 0."""
     extra, broken = columns
-    part = torch.cat([value[:, keys].to(extra.dtype), extra[:, keys]], -1)
-    return part if broken is None else part.masked_fill_(broken[:, keys, None], 0.0)
+    part = value[:, keys]
+    found = extra.new_empty(*part.shape[:2], part.shape[2] + EXTRA) if out is None else out
+    found[..., :-EXTRA] = part
+    found[..., -EXTRA:] = extra[:, keys]
+    return found if broken is None else found.masked_fill_(broken[:, keys, None], 0.0)
 
 
-def hidden_below(dtype: torch.dtype) -> float:
-    """Additive mask values at or below this hide a key: half of finfo.min, the usual stand-in for -inf."""
-    return torch.finfo(dtype).min / 2
+class Room:
+    """Memory that is taken again and again: on a CPU fresh memory costs as much time as what is computed in it."""
 
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.itemsize = torch.empty((), dtype=dtype).element_size()
+        self._held: dict[str, Tensor] = {}
 
-def visibility(bias: Tensor | None, rows: range, keys: range, is_causal: bool, device: torch.device) -> Tensor:
-    """Which of `keys` the query `rows` may see: bool (G or 1, R, K); `bias` holds the mask of just these."""
-    seen: Tensor | None = None
-    if bias is not None:
-        seen = bias if bias.dtype == torch.bool else bias > hidden_below(bias.dtype)
-    if is_causal:
-        row = torch.arange(rows.start, rows.stop, device=device)
-        causal = (torch.arange(keys.start, keys.stop, device=device)[None, :] <= row[:, None])[None]
-        seen = causal if seen is None else seen & causal
-    if seen is None:
-        seen = torch.ones((), dtype=torch.bool, device=device).expand(1, len(rows), len(keys))
-    return seen
+    def take(self, name: str, *shape: int) -> Tensor:
+        """A dense tensor of this shape, its values undefined; it overwrites what was taken under that name before."""
+        size = prod(shape)
+        held = self._held.get(name)
+        if held is None or held.numel() < size:
+            held = self._held[name] = torch.empty(size, dtype=self.dtype, device=self.device)
+        return held[:size].view(shape)
 
 
 @dataclass(frozen=True)
-class Run:
-    """Keys [first, last) in whole tiles that some row of a block sees; `full` when every row sees all."""
+class Keys:
+    """Key (N, S, E) and value (N, S, Ev) of N groups of heads: as stored, or converted and `augmented` already."""
 
-    first: int
-    last: int
-    full: bool
+    key: Tensor
+    value: Tensor
+    columns: tuple[Tensor, Tensor | None] | None
+    """The extra columns of a value as stored; None when value holds them."""
 
+    @property
+    def width(self) -> int:
+        """Columns of value that become output."""
+        return self.value.shape[-1] - (EXTRA if self.columns is None else 0)
 
-def _runs(bias: Tensor | None, rows: range, keys: int, is_causal: bool) -> list[Run]:
-    """The keys a block of rows has to look at, in runs of at most `KEY_CHUNK`."""
-    starts = range(0, keys, KEY_TILE)
-    if bias is None:
-        some = [not is_causal or start < rows.stop for start in starts]
-        every = [not is_causal or start + KEY_TILE <= rows.start + 1 for start in starts]
-    else:
-        seen = visibility(bias, rows, range(keys), is_causal, bias.device).view(torch.uint8)
-        # amax and amin of bytes: any() and all() over a bool dimension are twenty times slower on a CPU
-        some, every = _per_tile(seen.amax((0, 1)), 0), [not hidden for hidden in _per_tile(1 - seen.amin((0, 1)), 0)]
-    runs: list[Run] = []
-    for start, sees, full in zip(starts, some, every, strict=True):
-        if not sees:
-            continue
-        last = runs[-1] if runs else None
-        end = min(start + KEY_TILE, keys)
-        if last and last.last == start and last.full == full and end - last.first <= KEY_CHUNK:
-            runs[-1] = Run(last.first, end, full)
-        else:
-            runs.append(Run(start, end, full))
-    return runs
-
-
-def _per_tile(columns: Tensor, fill: int) -> list[bool]:
-    """Whether any of a tile's columns (S,) is not zero, tile by tile."""
-    missing = -columns.shape[0] % KEY_TILE
-    padded = torch.nn.functional.pad(columns, (0, missing), value=fill)
-    return [bool(tile) for tile in padded.view(-1, KEY_TILE).amax(1).tolist()]
+    def part(self, first: int, last: int, precision: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Positions [first, last) in the working precision: key (N, K, E) and value (N, K, Ev + 5)."""
+        keys = slice(first, last)
+        value = self.value[:, keys] if self.columns is None else augmented(self.value, self.columns, keys)
+        return self.key[:, keys].to(precision), value
 
 
 def attend_block(
     block: Tensor,
-    rows: range,
-    key: Tensor,
-    value: Tensor,
-    columns: tuple[Tensor, Tensor | None] | None,
+    first: int,
+    keys: Keys,
+    runs: Sequence[Run],
     bias: Tensor | None,
     call: AttentionCall,
+    room: Room,
+    size: Tensor | None = None,
 ) -> tuple[Tensor, RowScale, Tensor]:
-    """One block (H, R, E) in the working precision → output (H, R, Ev), its `RowScale`, and live (H, R).
+    """Query rows from `first` on (H, R, E) in the working precision → output (H, R, Ev), `RowScale`, live (H, R).
 
-    key (N, S, E) and value (N, S, Ev) belong to H / N neighbouring heads each. Without `columns`, value has them
-    already (`augmented`).
+    `keys` belong to H / N neighbouring heads each. `runs`: what these rows look at. `bias`: the mask of these rows,
+    (H or 1, R, S). `size` (H, R) takes the place of the output's largest entries, where value is a sketch.
+
+    Scores are held key by row, which makes both matrix products a tenth faster than row by key. The heads that share
+    a key lie side by side within a row, so that a range of rows is one slice. The number subtracted from a row's
+    scores is not their maximum but at most `JUMP` below it: seldom is anything computed twice.
     """
     heads, count, _ = block.shape
-    groups, precision, width = key.shape[0], block.dtype, call.value.shape[-1]
-    runs = _runs(bias, rows, key.shape[1], call.is_causal)
-    scaled = (block * call.softmax_scale).reshape(groups, heads // groups * count, -1)
-    parts = []
+    groups, width = keys.key.shape[0], keys.width
+    shared = heads // groups
+    scaled = _side_by_side(block * call.softmax_scale, groups)
+    sums = room.take("sums", groups, width + EXTRA, count * shared).zero_()
+    top = block.new_full((groups, count * shared), float("-inf"))
+    base = torch.full_like(top, torch.finfo(block.dtype).min / 2)
     for run in runs:
-        keys = slice(run.first, run.last)
-        part = torch.bmm(scaled, key[:, keys].to(precision).mT)
-        shaped = part.view(heads, count, -1)
-        here = None if bias is None else bias[..., keys]
-        if here is not None and here.dtype != torch.bool:
-            shaped += here.to(precision)
-        if not run.full:
-            seen = visibility(here, rows, range(run.first, run.last), call.is_causal, block.device)
-            shaped.masked_fill_(~seen, float("-inf"))
-        parts.append(part)
-    top = block.new_full((groups, heads // groups * count), float("-inf"))
-    for part in parts:
-        torch.maximum(top, part.amax(-1), out=top)
-    empty = top == float("-inf")
-    top.masked_fill_(empty, 0.0)
-    sums = block.new_zeros(groups, heads // groups * count, width + EXTRA)
-    for run, part in zip(runs, parts, strict=True):
-        keys = slice(run.first, run.last)
-        weighed = value[:, keys] if columns is None else augmented(value, columns, keys)
-        sums.baddbmm_(part.sub_(top[..., None]).exp_(), weighed)
-    shape = (heads, count)
-    output, scale = _finish(sums.view(*shape, -1), width, block, top.view(shape), empty.view(shape), call)
-    return output, scale, ~empty.view(shape)
+        here = slice(run.above * shared, run.below * shared)
+        key, value = keys.part(run.first, run.last, block.dtype)
+        scores = room.take("scores", groups, run.last - run.first, here.stop - here.start)
+        torch.bmm(key, scaled[:, here].mT, out=scores)
+        _masked(scores.unflatten(-1, (-1, shared)), run, first, bias, call.is_causal)
+        highest = scores.amax(1)
+        top[:, here] = torch.maximum(top[:, here], highest)
+        _raise(base[:, here], sums[..., here], highest, run is runs[0])
+        scores.sub_(base[:, None, here]).exp_()
+        if count * shared == 1:  # one row: as row times matrix the product is five times faster
+            sums.mT.baddbmm_(scores.mT, value)
+        else:
+            sums[..., here].baddbmm_(value.mT, scores)
+    return _finish(sums, base, top, block, call, size)
+
+
+def _side_by_side(block: Tensor, groups: int) -> Tensor:
+    """(H, R, E) as (N, R·H/N, E): the heads of a group next to each other in each row."""
+    heads, count, width = block.shape
+    if heads == groups:
+        return block
+    return block.view(groups, heads // groups, count, width).transpose(1, 2).reshape(groups, -1, width)
+
+
+def _apart(found: Tensor, heads: int) -> Tensor:
+    """(N, R·H/N) as (H, R): the reverse."""
+    groups = found.shape[0]
+    if heads == groups:
+        return found
+    return found.view(groups, -1, heads // groups).transpose(1, 2).reshape(heads, -1)
+
+
+def _masked(scores: Tensor, run: Run, first: int, bias: Tensor | None, is_causal: bool) -> None:
+    """Add an additive mask to scores (N, K, R, H/N) of a run, and set those that are hidden to -inf, in place."""
+    groups, _, _, size = scores.shape
+    keys = slice(run.first, run.last)
+    if bias is not None and bias.dtype != torch.bool:
+        scores += _per_key(bias[:, run.above : run.below, keys].to(scores.dtype), groups, size)
+    if run.start == run.stop:
+        return
+    hidden = None
+    if bias is not None:
+        hidden = ~_per_key(visible(bias[:, run.start : run.stop, keys]), groups, size)
+    if is_causal:
+        row = torch.arange(first + run.start, first + run.stop, device=scores.device)
+        later = (torch.arange(run.first, run.last, device=scores.device)[:, None] > row)[None, ..., None]
+        hidden = later if hidden is None else hidden | later
+    if hidden is not None:
+        scores[:, :, run.start - run.above : run.stop - run.above].masked_fill_(hidden, float("-inf"))
+
+
+def _per_key(mask: Tensor, groups: int, size: int) -> Tensor:
+    """Mask entries (H or 1, R, K) in the order of scores, (N or 1, K, R, H/N or 1)."""
+    if mask.shape[0] == 1 < groups * size:
+        return turned(mask)[..., None]
+    _, rows, keys = mask.shape
+    return turned(mask).view(groups, size, keys, rows).permute(0, 2, 3, 1)
+
+
+def turned(matrices: Tensor) -> Tensor:
+    """The transposes of (N, R, C), dense. One dense matrix at a time: on a CPU only that way is fast."""
+    if matrices.device.type != "cpu":
+        return matrices.mT.contiguous()
+    found = matrices.new_empty(matrices.shape[0], matrices.shape[2], matrices.shape[1])
+    for one, matrix in zip(found, matrices, strict=True):
+        one.copy_(matrix.contiguous().T)
+    return found
+
+
+def _raise(base: Tensor, sums: Tensor, highest: Tensor, is_first: bool) -> None:
+    """Where scores exceed `base` (N, R) by more than `JUMP`, raise it to the highest and rescale `sums` (N, W, R)."""
+    above = highest > base + JUMP[base.dtype]
+    if base.device.type == "cpu" and not bool(above.any()):
+        return
+    raised = torch.where(above, highest, base)
+    if not is_first:  # there are no sums yet
+        sums *= (base - raised).exp_()[:, None]
+    base.copy_(raised)
 
 
 def _finish(
-    sums: Tensor, width: int, rows: Tensor, top: Tensor, empty: Tensor, call: AttentionCall
-) -> tuple[Tensor, RowScale]:
+    sums: Tensor, base: Tensor, top: Tensor, rows: Tensor, call: AttentionCall, size: Tensor | None
+) -> tuple[Tensor, RowScale, Tensor]:
     """Normalise the sums of one block."""
-    total = sums[..., width].masked_fill(empty, 1.0)
-    output = sums[..., :width] / total[..., None]
-    weight, square, norm, product = (sums[..., width + column] / total for column in range(1, EXTRA))
-    size = output.abs().amax(-1) if width else torch.zeros_like(total)
+    heads, count, _ = rows.shape
+    width, keys, empty = sums.shape[1] - EXTRA, call.key.shape[2], top == float("-inf")
+    total = sums[:, width].masked_fill(empty, 1.0)
+    result = sums[:, :width].div_(total[:, None])
+    output = turned(result).view(-1, count, heads // sums.shape[0], width).transpose(1, 2).reshape(heads, count, width)
+    columns = (sums[:, width + column] / total for column in range(1, EXTRA))
+    weight, square, norm, product = (_apart(column, heads) for column in columns)
+    largest = _apart(((top - base).exp_() / total).masked_fill_(empty, 0.0), heads)  # of the softmax weights
+    if size is None:
+        size = _apart(result.abs().amax(1) if width else torch.zeros_like(total), heads)
+    else:
+        size = torch.minimum(size, weight)
+    highest = _apart(top.masked_fill(empty, 0.0), heads).abs()
     length = rows.square().sum(-1).sqrt() * abs(call.softmax_scale)
-    keys = call.key.shape[2]
-    scores = length * (product + norm * size) + top.abs() * (weight + size)
-    rounded = (top.abs() + log(max(keys, 1)) + 1) * (weight + size)
-    return output, RowScale(weight, (square / total).sqrt(), scores, rounded, size, keys)
+    scores = length * (product + norm * size) + highest * (weight + size)
+    rounded = (highest + log(max(keys, 1)) + 1) * (weight + size)
+    scale = RowScale(weight, (square * largest).sqrt(), scores, rounded, size, keys)
+    return output, scale, ~_apart(empty, heads)

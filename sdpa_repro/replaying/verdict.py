@@ -142,8 +142,33 @@ def _compare_nonfinite(output: Tensor, expected: Tensor) -> tuple[Tensor, Tensor
     return difference.amax(-1), difference.square().mean(-1).sqrt(), ~wrong
 
 
+@dataclass(frozen=True)
+class Factors:
+    """What each sum of a `RowScale` contributes to the floor; `constant` is there whatever they are."""
+
+    size: float
+    spread: float
+    weight: float
+    scores: float
+    rounded: float
+    constant: float
+
+
 def floor(scale: RowScale, dtype: torch.dtype, path: str = "") -> Tensor:
-    """Error that rounding explains in each row of a path that computes in `dtype`, shape as in `scale`.
+    """Error that rounding explains in each row of a path that computes in `dtype`, shape as in `scale`."""
+    factors = floor_factors(dtype, scale.keys, path)
+    return (
+        factors.size * scale.size
+        + factors.spread * scale.spread
+        + factors.weight * scale.weight
+        + factors.scores * scale.scores
+        + factors.rounded * scale.rounded
+        + factors.constant
+    )
+
+
+def floor_factors(dtype: torch.dtype, keys: int, path: str = "") -> Factors:
+    """The factors of `floor` for rows of `keys` positions.
 
     Kernels and MATH keep scores and sums in float32 (float64 for float64). The explicit formula ("eager")
     rounds the scores themselves to `dtype` several times over.
@@ -152,14 +177,13 @@ def floor(scale: RowScale, dtype: torch.dtype, path: str = "") -> Tensor:
     accumulate = roundoff if dtype == torch.float64 else unit_roundoff(torch.float32)
     rounded = roundoff if path == "eager" else 0.0
     subnormal = float(torch.finfo(dtype).smallest_normal) * float(torch.finfo(dtype).eps)
-    return (
-        OUT * roundoff * scale.size
-        + WEIGHTS * roundoff * scale.spread
-        + SUMS * accumulate * scale.weight
-        + DRIFT * accumulate * scale.keys * scale.size
-        + SCORES * accumulate * scale.scores
-        + ROUNDED * rounded * scale.rounded
-        + OUT * subnormal
+    return Factors(
+        size=OUT * roundoff + DRIFT * accumulate * keys,
+        spread=WEIGHTS * roundoff,
+        weight=SUMS * accumulate,
+        scores=SCORES * accumulate,
+        rounded=ROUNDED * rounded,
+        constant=OUT * subnormal,
     )
 
 

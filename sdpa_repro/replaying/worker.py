@@ -32,6 +32,10 @@ STARTUP_SECONDS = 300.0
 OWN_VARIABLES = "SDPA_REPRO_"
 """Environment variables of this program are not handed on: a worker is never recorded itself."""
 
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""Has glibc keep freed memory: otherwise MATH's gigabytes of scores come fresh, page by page, in every run, which
+takes longer than computing them. A cell that needs the memory gives it back first (`jobs.memory_for`)."""
+
 BOOTSTRAP = """\
 import sys
 sys.path[:] = sys.argv[1].split("\\n")
@@ -173,7 +177,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**variables, **env},
+            env={**KEEP_MEMORY, **variables, **env},
             start_new_session=True,
         )
         self._answers: queue.Queue[Mapping[str, Any] | str] = queue.Queue()

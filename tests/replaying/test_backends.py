@@ -141,6 +141,14 @@ def test_blocks_of_rows_give_the_whole_output(
     torch.testing.assert_close(run_in_blocks(call, backend), run(call, backend), atol=2e-6, rtol=1e-5)
 
 
+def test_blocks_of_some_rows_leave_the_others_undefined() -> None:
+    call = make_call(rows=65, keys=70, width=16, dtype=torch.float32)
+    some, whole = run_in_blocks(call, Backend.MATH, wanted=[(3, 5), (60, 65)]), run(call, Backend.MATH)
+    rows = [3, 4, *range(60, 65)]
+    torch.testing.assert_close(some[..., rows, :], whole[..., rows, :], atol=2e-6, rtol=1e-5)
+    assert some[..., 5:60, :].isnan().all()
+
+
 def test_blocks_stop_at_the_deadline() -> None:
     with pytest.raises(Declined, match="out of time"):
         run_in_blocks(make_call(), Backend.MATH, deadline=0.0)

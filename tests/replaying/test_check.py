@@ -79,11 +79,11 @@ def test_an_invalid_call_is_unchecked_with_the_reason_and_raises_nothing() -> No
 def test_out_of_memory_shrinks_the_tiles_then_gives_up_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def full(*_: object, tile_bytes: int, **__: object) -> None:
+    def full(_: AttentionCall, output: Tensor, tile_bytes: int) -> None:
         tried.append(tile_bytes)
         raise torch.OutOfMemoryError("no memory left")
 
-    monkeypatch.setattr(module, "blocks", full)
+    monkeypatch.setattr(module, "screened", full)
     call = make_call()
     result = check(call, computed(call))
     assert tried[1] < tried[0]

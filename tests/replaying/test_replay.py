@@ -261,23 +261,29 @@ def test_only_the_wanted_backends_are_listed_and_judged(run: Replayer) -> None:
     assert result.verdict is Verdict.HEALTHY
 
 
-def test_a_path_that_does_not_fit_says_how_much_and_still_measures_noise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("planted", "measured", "verdict"),
+    [
+        ((), "", Verdict.HEALTHY),
+        (("one_head_1_percent",), "noise measured on blocks of rows", Verdict.BACKEND_WRONG),
+    ],
+)
+def test_a_path_that_does_not_fit_says_how_much_and_measures_noise_where_it_may_decide(
+    tmp_path: Path, planted: tuple[str, ...], measured: str, verdict: Verdict
 ) -> None:
     small = tmp_path / "small.py"
     small.write_text("import sdpa_repro.replaying.jobs as jobs\njobs.free_memory = lambda device: 12 << 20\n")
-    result = replay(
-        write_dump(make_call(rows=512, width=64), tmp_path / "call.pt"), dtypes=("captured",), preload=[small]
-    )
+    call = make_call(rows=512, width=64, dtype=torch.float32)
+    preload = [small, *(file for name in planted for file in fault(name))]
+    result = replay(write_dump(call, tmp_path / "call.pt"), dtypes=("captured",), preload=preload)
     for name in ("MATH", "eager"):
         found = cell(result, name)
         assert found.status is Status.DECLINED
         assert found.reason == f"needs {found.reason.split()[1]} MiB, more than half of the 12 MiB that are free" or (
             found.reason.endswith("12 MiB are free")
         )
-        assert found.remark == "noise measured on blocks of rows"
-    assert cell(result, "FLASH_ATTENTION").status is Status.AGREES
-    assert result.verdict is Verdict.HEALTHY
+        assert found.remark == measured
+    assert result.verdict is verdict
 
 
 def test_a_crash_that_does_not_repeat_is_unstable(tmp_path: Path) -> None:
