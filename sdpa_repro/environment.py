@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 import platform
+import re
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -81,7 +84,7 @@ def software(device: torch.device | str | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(terse=True),
         "torch": torch.__version__,
-        "torch_path": _without_home(str(Path(torch.__file__).parent)),
+        "torch_path": without_home(str(Path(torch.__file__).parent)),
         "torch_git": getattr(torch.version, "git_version", None),
         "cuda": torch.version.cuda,
         "hip": getattr(torch.version, "hip", None),
@@ -110,11 +113,26 @@ def preload(paths: Sequence[str | Path]) -> list[dict[str, str]]:
         module.__file__ = str(path.resolve())
         sys.modules[module.__name__] = module
         try:
-            exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
-        except (Exception, SystemExit) as error:
+            with _no_exit():
+                exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise InputError(f"--preload {path.name} failed with {reason}; fix the file or leave it out") from error
     return records
+
+
+@contextmanager
+def _no_exit() -> Iterator[None]:
+    """Turn `os._exit`, which would end the process without a word, into an exception."""
+
+    def refused(status: int) -> NoReturn:
+        raise SystemExit(f"os._exit({status})")
+
+    real, os._exit = os._exit, refused
+    try:
+        yield
+    finally:
+        os._exit = real
 
 
 def preload_records(paths: Sequence[str | Path]) -> list[dict[str, str]]:
@@ -178,9 +196,16 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _without_home(path: str) -> str:
-    home = str(Path.home())
-    return "~" + path[len(home) :] if len(home) > 1 and path.startswith(home + "/") else path
+def without_home(text: str) -> str:
+    """The text with the home folder written as `~`, in every path that begins with it.
+
+    Unchanged where there is no home folder (a container's nameless user) or it is `/`, which no path should lose.
+    """
+    try:
+        home = str(Path.home())
+    except RuntimeError:
+        return text
+    return re.sub(rf"(?<![\w.~-]){re.escape(home)}(?![\w.-])", "~", text) if len(home) > 1 else text
 
 
 def _cuda_works() -> bool:

@@ -165,7 +165,9 @@ def test_preload_records_run_nothing(tmp_path: Path) -> None:
     assert preload_records([tmp_path / "bomb.py"])[0]["name"] == "bomb.py"
 
 
-@pytest.mark.parametrize("text", ["1/0", "raise SystemExit(3)", "def"])
+@pytest.mark.parametrize(
+    "text", ["1/0", "raise SystemExit(3)", "def", "import os; os._exit(3)", "raise KeyboardInterrupt"]
+)
 def test_a_preload_that_fails_is_bad_input(tmp_path: Path, text: str) -> None:
     (tmp_path / "broken.py").write_text(text)
     with pytest.raises(InputError, match=r"--preload broken\.py failed with"):

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 from sdpa_repro.errors import InputError
 
 INDEX = "index.jsonl"
+STALE_SECONDS = 3600.0
 
 Write = Callable[[Path], int]
 """Writes a dump under the given path and returns its size in bytes; raises InputError (see `dump.save`)."""
@@ -29,8 +31,18 @@ def prepare(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
+        _sweep(folder)
     except OSError as error:
         raise InputError(f"cannot write into {folder}: {error.strerror or error}; choose another --out") from error
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed processes left half-written: files under our temporary names that nobody touched for long."""
+    for pattern in (".sdpa-repro-*.tmp", f".{INDEX}.*"):
+        for path in folder.glob(pattern):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                    path.unlink()
 
 
 def add(
@@ -53,7 +65,9 @@ def add(
         except OSError as error:
             if path.name != instead_of:
                 path.unlink(missing_ok=True)
-            raise InputError(f"cannot write {folder / INDEX}: {error.strerror or error}") from error
+            raise InputError(
+                f"cannot write {folder / INDEX}: {error.strerror or error}; choose another --out"
+            ) from error
         if instead_of not in (None, path.name):
             (folder / str(instead_of)).unlink(missing_ok=True)
         return path.name, size

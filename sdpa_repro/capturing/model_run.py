@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,11 +37,11 @@ def capture_model(
 ) -> report.Report:
     """Run the model once for each total length and report; `preload` is run in this process first.
 
-    unpadded: run the prompt without padding first and report under `prefills`, in words, what padding does to the
-    next token. Under torchrun each rank runs its share of the lengths, or with a `tp_plan` its part of the model for
-    all of them, and reports for itself (see `together`); when the run breaks there, as it does when another rank
-    dies, `failed` says how. Raises InputError for what the user can mend: the model, the inputs, the folder, a
-    preload file.
+    unpadded: run the prompt without padding first and report under `prefills`, in words, and `moved`, in numbers, what
+    padding does to the next token. Under torchrun each rank runs its share of the lengths, or with a `tp_plan` its part
+    of the model for all of them, and reports for itself (see `together`); when the run breaks there, as it does when
+    another rank dies, `failed` says how. Raises InputError for what the user can mend: the model, the inputs, the
+    folder, a preload file.
     """
     preloaded = run_preloads([Path(path) for path in preload])
     for line in machine(prefill_options.device):
@@ -76,6 +77,7 @@ def capture_model(
     found["environment"] = software(prefill.device)
     found["interrupted"], found["failed"] = interrupted, failed
     found["prefills"] = _beside_unpadded(logits, prefill.length) if unpadded else []
+    found["moved"] = _moved(logits, prefill.length) if unpadded else []
     return found
 
 
@@ -93,6 +95,23 @@ def _beside_unpadded(logits: Mapping[int, Tensor], length: int) -> list[str]:
             f"the likeliest token {tokens}"
         )
     return lines
+
+
+def _moved(logits: Mapping[int, Tensor], length: int) -> list[dict[str, Any]]:
+    """For each padded length: `total`; `shift`, the root mean square over the vocabulary by which the next-token
+    logits (B, vocabulary) moved, over the standard deviation of the unpadded ones, of the row where that is largest;
+    `flipped`, whether a likeliest token changed."""
+    plain = logits.get(length)
+    if plain is None:
+        return []
+    spread = plain.double().std(-1)
+    found = []
+    for total, here in logits.items():
+        if total != length:
+            shift = ((here.double() - plain.double()).square().mean(-1).sqrt() / spread).nan_to_num(nan=math.inf)
+            flipped = bool((here.argmax(-1) != plain.argmax(-1)).any())
+            found.append({"total": total, "shift": float(shift.max()), "flipped": flipped})
+    return found
 
 
 def machine(device: str | None) -> list[str]:

@@ -31,7 +31,7 @@ def target_device(asked: str | None) -> torch.device:
     if device.type != "cpu" and not _is_available(device.type):
         raise InputError(f"there is no {device.type} device for this torch ({torch.__version__}): use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"there are only {torch.cuda.device_count()} GPUs: {asked} is not one of them")
+        raise InputError(f"there are only {torch.cuda.device_count()} GPUs, from cuda:0 on: {asked} is none of them")
     return device
 
 

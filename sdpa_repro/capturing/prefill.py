@@ -117,7 +117,7 @@ def totals(prefill: Prefill, options: PrefillOptions) -> list[int]:
     if total < prefill.length:
         raise InputError(f"the prompt has {prefill.length} tokens: a total length of {total} is too short for it")
     if limit is not None and total > limit:
-        raise InputError(f"{prefill.name} has positions for {limit} tokens: {total} are too many")
+        raise InputError(f"{prefill.name} has positions for {limit} tokens: {total} are too many, give fewer")
     return [total]
 
 

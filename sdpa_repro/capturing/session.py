@@ -238,7 +238,7 @@ class Session:
             "world": record.world,
         }
         if record.status == "raised":
-            origin["raised"] = record.reason.replace(str(Path.home()), "~")
+            origin["raised"] = environment.without_home(record.reason)
         if record.note:
             origin["note"] = record.note
         live = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from sdpa_repro.cli import output
+from sdpa_repro.cli.epilog import epilog
 from sdpa_repro.cli.model_options import build_options, given, model_options
 from sdpa_repro.errors import InputError
 
@@ -60,7 +61,12 @@ def selection_options(command: Any) -> Any:
 @click.command(
     name="capture",
     short_help="Run a model or a script and dump the attention calls that go wrong.",
-    context_settings={"ignore_unknown_options": False},
+    epilog=epilog(
+        {0: "nothing wrong; or of a script its own status", 1: "a wrong call", 2: "bad usage, or no call seen"},
+        "sdpa-repro capture                              the embedded tiny model",
+        "sdpa-repro capture --model ID --image cat.png   one prefill of a model",
+        "sdpa-repro capture -- script.py ARGS            a script, unchanged, with its child processes",
+    ),
 )
 @click.argument("words", metavar="[-- SCRIPT.py ARGS... | -- -m MODULE ARGS...]", nargs=-1, type=click.UNPROCESSED)
 @model_options
@@ -74,13 +80,7 @@ def selection_options(command: Any) -> Any:
 def command(words: tuple[str, ...], **values: Any) -> None:
     """Run a model, or any script, and dump the calls of scaled_dot_product_attention that go wrong.
 
-    \b
-    sdpa-repro capture                              the embedded tiny model
-    sdpa-repro capture --model ID --image cat.png   one prefill of a model
-    sdpa-repro capture -- script.py ARGS            a script, unchanged, with its child processes
-
-    Every call is checked live against a reference. Exit status: 0 nothing wrong, 1 a wrong call, 2 bad usage
-    or no call seen; of a script its own status when that is not 0.
+    Every call is checked live against a reference. A script ends with its own status when that is not 0.
     """
     report = run_capture(words, values)
     if values["as_json"]:
@@ -92,7 +92,13 @@ def command(words: tuple[str, ...], **values: Any) -> None:
     raise SystemExit(exit_status(report))
 
 
-def run_capture(words: Sequence[str], values: Mapping[str, Any], *, unpadded: bool = False) -> Report:
+def run_capture(
+    words: Sequence[str],
+    values: Mapping[str, Any],
+    *,
+    unpadded: bool = False,
+    progress: Callable[[str], None] = output.progress,
+) -> Report:
     """Capture as the options say: a script when there are words, else a model (`unpadded`: also without padding).
 
     values: the parameters of `model_options` and `selection_options`, and `out`, `preload`, `no_prove`,
@@ -106,7 +112,7 @@ def run_capture(words: Sequence[str], values: Mapping[str, Any], *, unpadded: bo
     out = values["out"]
     before = [entry["file"] for entry in folder.entries(out)]
     with ranks.gentle_stop():
-        found = _capture(words, values, options, unpadded)
+        found = _capture(words, values, options, unpadded, progress)
         if ranks.world() > 1:
             found = together.of_ranks(found, out, options, before)
     if not ranks.is_first():
@@ -115,11 +121,17 @@ def run_capture(words: Sequence[str], values: Mapping[str, Any], *, unpadded: bo
         output.warn(output.clean(problem))
     found["sentence"] = report.answer(found)
     if not values.get("no_prove") and not _interrupted(found) and not found.get("failed"):
-        report.prove(found, list(values["preload"]), output.progress)
+        report.prove(found, list(values["preload"]), progress)
     return found
 
 
-def _capture(words: Sequence[str], values: Mapping[str, Any], options: Options, unpadded: bool) -> Report:
+def _capture(
+    words: Sequence[str],
+    values: Mapping[str, Any],
+    options: Options,
+    unpadded: bool,
+    progress: Callable[[str], None],
+) -> Report:
     """Run the script or the model and report what this process, or those it started, saw."""
     from sdpa_repro import ranks
 
@@ -138,7 +150,7 @@ def _capture(words: Sequence[str], values: Mapping[str, Any], options: Options, 
         raise InputError(
             "--stop-at-first does not go with --tp-plan: a rank that stops leaves the others waiting for it"
         )
-    say = output.progress if ranks.is_first() else lambda text: None
+    say = progress if ranks.is_first() else lambda text: None
     origin = {"command": command_line(values)}
     return capture_model(chosen, out, options, preload=preload, origin=origin, progress=say, unpadded=unpadded)
 

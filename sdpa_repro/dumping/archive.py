@@ -27,6 +27,9 @@ MAX_PICKLE = 4 << 20
 MAX_OPERATIONS = 500_000
 """Bytes and operations of the pickle, which holds everything but the tensors. The limits on metadata stay below."""
 
+PROTOCOL = 2
+"""Of the pickle: what `torch.save` uses unasked and `torch.load(weights_only=True)` reads without a warning."""
+
 _STORAGES = "Double Float Half BFloat16 Bool Byte Char Short Int Long"
 _GLOBALS = {
     "collections OrderedDict",
@@ -101,6 +104,8 @@ def _check_pickle(pickle: bytes) -> None:
                 )
             if opcode.name not in _ALLOWED:
                 raise Refused(f"its pickle uses {opcode.name}, which no dump needs; nothing was run")
+            if opcode.name == "PROTO" and argument != PROTOCOL:  # torch warns about it
+                raise Refused(f"its pickle has protocol {argument}, a dump {PROTOCOL}; nothing was run")
     except Refused:
         raise
     except Exception as error:  # genops raises ValueError, but also what int() and codecs raise
@@ -135,7 +140,7 @@ def write(document: dict[str, Any], path: Path) -> int:
 def _save(document: dict[str, Any], file: BinaryIO) -> None:
     """`torch.save`, which hides what stopped a write behind an error about its own position in the file."""
     try:
-        torch.save(document, file, pickle_protocol=2)
+        torch.save(document, file, pickle_protocol=PROTOCOL)
     except RuntimeError as error:
         cause: BaseException | None = error
         while cause is not None:

@@ -67,7 +67,7 @@ def main(token: str) -> None:
     lines, answers = _private_streams()
 
     def send(body: Mapping[str, Any]) -> None:
-        answers.write(f"{token}{json.dumps(body)}\n")
+        answers.write(f"\n{token}{json.dumps(body)}\n")  # on a line of its own, whatever somebody wrote before
         answers.flush()
 
     jobs: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -273,7 +273,14 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 def _save(path: str, first: Tensor, other: Tensor | None) -> None:
     kept = {"first": first} if other is None else {"first": first, "other": other}
-    torch.save({name: tensor.detach().contiguous().cpu() for name, tensor in kept.items()}, path)
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in kept.items()}
+    try:
+        torch.save(tensors, path)
+    except (OSError, RuntimeError) as error:  # torch tells of a full disk in words of its own
+        folder, size = Path(path).parent.parent, sum(tensor.nbytes for tensor in tensors.values())
+        raise InputError(
+            f"cannot write a result of {_gib(size)} into {folder}: set TMPDIR to a folder with room"
+        ) from error
 
 
 def _gib(count: int) -> str:

@@ -140,7 +140,7 @@ class Worker:
         if isinstance(answer, Mapping) and answer.get("kind") == "input":
             raise InputError(str(reason))
         if names:
-            raise InputError(f"--preload {names}: the process that ran it ended with {reason}")
+            raise InputError(f"--preload {names}: the process that ran it ended with {reason}; mend it or leave it out")
         raise RuntimeError(f"a worker process could not start: {reason}")
 
     def _outcome(self, process: _Process, answer: Mapping[str, Any] | str, timeout: float) -> Outcome:
@@ -215,8 +215,10 @@ class _Process:
         with suppress(OSError, ValueError):
             for line in iter(lambda: self._popen.stdout.readline(1 << 20), b""):  # type: ignore[union-attr]
                 if line.startswith(token):
-                    with suppress(ValueError):
-                        self._answers.put(json.loads(line[len(token) :]))
+                    with suppress(ValueError, RecursionError):
+                        answer = json.loads(line[len(token) :])
+                        if isinstance(answer, dict):
+                            self._answers.put(answer)
         self._answers.put("died")
 
     def cause_of_death(self, answer: str) -> str:
