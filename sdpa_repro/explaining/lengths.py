@@ -2,7 +2,8 @@
 
 The layout family stays (expanded dimensions, dimension order, cache strides, alignment, a value that is a view
 of the key), the mask keeps its structure (see `length_masks`), and what the original holds stays where it was;
-only positions that did not exist are filled, with seeded normal values.
+only positions that did not exist are filled, with seeded normal values. Where nothing is left but keys of one and
+the same value (padding, often zero), the values are drawn anew: with those every mask gives the same output.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ def resizer(call: AttentionCall, *, seed: int = 0, end: str = "tail", mask: str 
                 views = _views({name: sources[name] for name in names}, sizes)
                 for name, view in views.items():
                     _fill(sources[name], view, statistics[name], seed * 3 + "qkv".index(name[0]), end)
+                if "value" in views and _all_alike(views["value"]) and keys < call.key.shape[-2]:
+                    _draw(viewed_once(views["value"]), statistics["value"], seed * 3 + 2)
                 tensors.update(views)
             if new_mask is not None:
                 tensors["attn_mask"] = new_mask(rows, keys)
@@ -109,10 +112,20 @@ def _fill(source: Tensor, target: Tensor, statistics: Statistics, seed: int, end
     new.narrow(-2, first[1], kept).copy_(old.narrow(-2, first[0], kept))
     if not added:
         return
-    room = new.narrow(-2, first[2], added)
+    _draw(new.narrow(-2, first[2], added), statistics, seed)
+
+
+def _draw(room: Tensor, statistics: Statistics, seed: int) -> None:
+    """Fill with normal values of each channel's mean and deviation."""
     generator = torch.Generator().manual_seed(seed)
     mean, deviation = (numbers[: room.shape[-1]] for numbers in statistics)
     room.copy_((torch.randn(room.shape, generator=generator) * deviation + mean).to(room.dtype))
+
+
+def _all_alike(value: Tensor) -> bool:
+    """Whether several keys are there and all have the same value."""
+    once = viewed_once(value)
+    return once.shape[-2] > 1 and bool((once[..., 1:, :] == once[..., :1, :]).all())
 
 
 def _statistics(tensor: Tensor) -> Statistics:

@@ -145,6 +145,17 @@ def test_constant_and_unfinished_values_are_extended_by_usable_ones() -> None:
     assert len(longer.query[0, 0, 12:].unique(dim=0)) == 18
 
 
+def test_keys_that_all_have_the_same_value_get_new_ones_when_no_other_is_left() -> None:
+    call = make_call(rows=33, padding=7)
+    value = call.value.clone()
+    value[:, :, :7] = 0.0
+    call = replace(call, value=value)
+    assert bool(with_lengths(call, 33, 5).value.std(-2).gt(0).all())
+    assert torch.equal(with_lengths(call, 33, 8).value, value[:, :, :8])
+    alike = replace(call, value=torch.ones_like(value))
+    assert torch.equal(with_lengths(alike, 40, 33).value, alike.value)
+
+
 def test_the_same_seed_gives_the_same_bits() -> None:
     call = make_call(1, 2, 1, 20, width=8)
     one, two, other = (with_lengths(call, 50, 50, seed=seed) for seed in (4, 4, 5))
