@@ -55,7 +55,8 @@ class CacheComparison:
             return ""
         parts = [f"{kind} mask: {how}".strip() for kind, how in self.different.items()]
         then = "stays" if self.tokens[0] == self.tokens[1] else f"changes from {self.tokens[0]} to {self.tokens[1]}"
-        parts.append(f"logits move by up to {self.moved:.3g}, the next token {then}")
+        moved = f"logits move by up to {self.moved:.3g}, the next token {then}"
+        parts.append(moved if self.moved else "the next-token logits of this prompt stay the same")
         if self.prepared:
             parts.append(f"{self.module}.create_masks_for_generate and {self.module}.forward make different masks")
         return "; ".join(parts)
@@ -108,7 +109,12 @@ def generated(
     memory runs out.
     """
     words = {name: tensor for name, tensor in inputs.items() if name != "position_ids"}
-    settings = {"do_sample": False, "num_beams": 1, "max_new_tokens": count, "pad_token_id": prefill.pad_token}
+    settings: dict[str, Any] = {
+        "do_sample": False,
+        "num_beams": 1,
+        "max_new_tokens": count,
+        "pad_token_id": prefill.pad_token,
+    }
     settings |= {"return_dict_in_generate": True, "output_logits": True}
     settings |= {"cache_implementation": cache} if cache else {}
     try:
@@ -145,15 +151,17 @@ def _different(dynamic: Mapping[str, Tensor], static: Mapping[str, Tensor]) -> d
     found = {}
     for kind, mask in dynamic.items():
         difference = visibility(mask, static[kind])
-        if difference.differs:
-            where = difference.where.removesuffix(" in the padded run")
-            found[kind] = f"with a static cache {where}, with a dynamic one it is the other way ({difference.detail})"
+        if mask.shape != static[kind].shape:
+            found[kind] = difference.where
+        elif difference.differs:
+            row, key = (int(each) for each in (mask != static[kind]).nonzero()[0])
+            sees, does_not = ("dynamic", "static") if bool(mask[row, key]) else ("static", "dynamic")
+            pair = f"token {row} sees token {key} with a {sees} cache and does not with a {does_not} one"
+            found[kind] = f"{pair} ({difference.detail})"
     return found
 
 
-def _by_forward(
-    prefill: Prefill, inputs: Mapping[str, Tensor], row: int, dynamic: Mapping[str, Tensor]
-) -> bool | None:
+def _by_forward(prefill: Prefill, inputs: Mapping[str, Tensor], row: int, dynamic: Mapping[str, Tensor]) -> bool | None:
     """Whether `forward` makes the dynamic cache's masks for a static one too."""
     from transformers import StaticCache
 

@@ -68,11 +68,11 @@ def decide(points: Sequence[Point], unreachable: Sequence[Unreachable] = ()) -> 
     if not found:
         return _over_two(fails, passes, unreachable, counts)
     name = min(found, key=lambda each: (sum(clause.cost for clause in found[each].clauses), list(LENGTHS).index(each)))
-    rule = _named(found[name], name)
+    text = _named(found[name], name)
     against = tuple(_against(other, found.get(other), fails, passes) for other in LENGTHS if other != name)
     others = " or the ".join(WORDS[other] for other in LENGTHS if other != name)
-    sentence = f"fails when {rule}: the {WORDS[name]} decides, not the {others} ({counts})"
-    return _result(rule, WORDS[name], sentence, against, fails, passes, unreachable)
+    sentence = f"fails when {text}: the {WORDS[name]} decides, not the {others} ({counts})"
+    return _result(text, WORDS[name], sentence, against, fails, passes, unreachable)
 
 
 def _over(name: str, fails: Sequence[Point], passes: Sequence[Point]) -> Rule | None:

@@ -22,12 +22,14 @@ from torch import Tensor
 from sdpa_repro.locating.running import Path
 from sdpa_repro.locating.sweep import TOP, Row, Sweep
 
-__all__ = ["judged", "rms"]
+__all__ = ["compared", "judged", "limit", "rms"]
 
-FACTOR, SHAKEN = 5.0, 1.0
-"""Beyond noise: more than this times the middle distance over the paddings, and over the shaken runs.
+FACTOR = 5.0
+"""Beyond noise: more than this times the middle distance over the paddings."""
 
-A shaken run overstates already: its errors are larger than roundings and come on top of those that are there anyway.
+HALF, SINGLE = 2.0, 16.0
+"""The same over the shaken runs. Shaking moves what a module returns by one rounding. That is all that there is in half
+precision, where sums inside a module are kept in float32; in float32 itself the roundings of the sums come on top.
 """
 
 ENOUGH = 8
@@ -38,15 +40,21 @@ TRUSTED = (Path.FLOAT32, Path.MATH, Path.EAGER)
 
 
 def judged(
-    rows: Sequence[Row], prompt: int, shaken: Sequence[float], *, complete: bool = True, notes: Sequence[str] = ()
+    rows: Sequence[Row],
+    prompt: int,
+    shaken: Sequence[float],
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    complete: bool = True,
+    notes: Sequence[str] = (),
 ) -> Sweep:
     """The sweep out of rows that have logits but no judgement.
 
-    shaken: distances (see `rms`) of shaken unpadded runs from the one that was not.
+    shaken: distances (see `rms`) of shaken unpadded runs from the one that was not. dtype: the model's.
     """
-    noise = _noise(rows, shaken)
-    beyond = [replace(row, **_distance(row, rows)) for row in rows]
-    marked = [replace(row, why=_why(row, rows, noise)) for row in beyond]
+    noise = limit(rows, shaken, dtype)
+    beyond = [replace(row, spread=_distance(row, rows)) for row in rows]
+    marked = [replace(row, why=_why(row, _own(noise, row.path, dtype))) for row in beyond]
     baseline = _baseline(marked)
     compared = [_compared(row, marked, baseline) for row in marked]
     return Sweep(tuple(compared), prompt, noise, baseline, complete, tuple(notes))
@@ -61,15 +69,21 @@ def rms(one: Tensor, other: Tensor) -> float:
     return float(distance) if math.isfinite(float(distance)) else math.inf
 
 
-def _noise(rows: Sequence[Row], shaken: Sequence[float]) -> float:
-    """The limit of what rounding explains, in logits."""
+def limit(rows: Sequence[Row], shaken: Sequence[float], dtype: torch.dtype) -> float:
+    """The distance that rounding explains, in logits."""
     usual = _usual(rows, Path.MATH)
     runs = [row.logits for row in _alone(rows, Path.MATH) if row.logits is not None]
     spread = [rms(logits, usual) for logits in runs] if usual is not None and len(runs) >= ENOUGH else []
-    limits = [
-        factor * statistics.median_low(sample) for factor, sample in ((FACTOR, spread), (SHAKEN, shaken)) if sample
-    ]
+    factor = HALF if dtype.itemsize < 4 else SINGLE
+    limits = [times * statistics.median_low(sample) for times, sample in ((FACTOR, spread), (factor, shaken)) if sample]
     return max(limits, default=0.0)
+
+
+def _own(noise: float, path: Path, dtype: torch.dtype) -> float:
+    """The limit of one path: a float32 copy of a model in half precision has so much less of it."""
+    if path is not Path.FLOAT32 or dtype.itemsize >= 4:
+        return noise
+    return noise * SINGLE / HALF * torch.finfo(torch.float32).eps / torch.finfo(dtype).eps
 
 
 def _alone(rows: Sequence[Row], path: Path) -> list[Row]:
@@ -77,23 +91,27 @@ def _alone(rows: Sequence[Row], path: Path) -> list[Row]:
 
 
 def _usual(rows: Sequence[Row], path: Path) -> Tensor | None:
-    """What a path usually gives: the middle over the paddings, or without enough of them a trusted unpadded run."""
+    """What a path usually gives: the middle over the paddings, or without enough of them a trusted unpadded run.
+
+    For eager and float32, which are no suspects, that is their own.
+    """
     own = [row.logits for row in _alone(rows, path) if row.logits is not None]
     if len(own) >= ENOUGH:
         return torch.stack(own).nanmedian(0).values
     plain = {row.path: row.logits for trusted in TRUSTED for row in _alone(rows, trusted) if row.pad == 0}
-    first = Path.FLOAT32 if path is Path.FLOAT32 else Path.MATH
+    first = path if path in (Path.EAGER, Path.FLOAT32) else Path.MATH
     return plain.get(first, next(iter(plain.values()), None))
 
 
-def _distance(row: Row, rows: Sequence[Row]) -> dict[str, float]:
+def _distance(row: Row, rows: Sequence[Row]) -> float | None:
+    """The row's distance from what its path usually gives; a companion has its own, from itself alone."""
     if row.logits is None or row.place == "companion":
-        return {}
+        return row.spread
     usual = _usual(rows, row.path)
-    return {"spread": rms(row.logits, usual)} if usual is not None else {}
+    return rms(row.logits, usual) if usual is not None else None
 
 
-def _why(row: Row, rows: Sequence[Row], noise: float) -> str:
+def _why(row: Row, noise: float) -> str:
     """Why a row is wrong, "" for one that is not."""
     if row.wrong_calls:
         call = max(row.wrong_calls, key=lambda call: call.ratio)

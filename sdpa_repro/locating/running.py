@@ -97,7 +97,7 @@ def _configurations(model: Any) -> list[Any]:
     found: dict[int, Any] = {}
     while waiting:
         config = waiting.pop()
-        if hasattr(config, "_attn_implementation_internal") and id(config) not in found:
+        if config is not None and hasattr(config, "_attn_implementation_internal") and id(config) not in found:
             found[id(config)] = config
             waiting += [getattr(config, name, None) for name in config.sub_configs]
     return list(found.values())

@@ -42,7 +42,7 @@ class State:
     def judged(self, *, complete: bool = True) -> Sweep:
         """The sweep as far as it went."""
         notes = [f"{path.value} is not available: {reason}" for path, reason in self.missing.items()]
-        return judged(self.rows, self.prefill.length, self.shaken, complete=complete, notes=notes)
+        return judged(self.rows, self.prefill.length, self.shaken, self.prefill.dtype, complete=complete, notes=notes)
 
 
 def sweep(
@@ -95,7 +95,11 @@ def _one(state: State, pad: int, path: Path) -> None:
         return
     try:
         with running(state.prefill, path) as prefill:
-            run = measure(prefill, padded(prefill, prompt + pad), given=path is Path.DEFAULT)
+            default = path is Path.DEFAULT
+            check = (
+                default or pad == 0
+            )  # a check costs as much as a run, and MATH is beside its own unpadded run anyway
+            run = measure(prefill, padded(prefill, prompt + pad), given=default, check=check)
     except InputError as error:
         if path is Path.DEFAULT:
             raise
@@ -166,7 +170,8 @@ def _beside(state: State, pad: int, count: int) -> None:
         try:
             with running(own, path) as prefill:
                 rows = [replace(prefill, inputs=each.inputs, length=each.length) for each in (own, *others)]
-                run = measure(prefill, batched(rows, own.length + pad), given=False)
+                inputs = batched(rows, own.length + pad)
+                run = measure(prefill, inputs, given=False, check=path is Path.DEFAULT)
         except InputError as error:
             state.rows.append(Row(own.length, pad, path, companions=count - 1, reason=str(error)))
             continue

@@ -21,6 +21,9 @@ from tests import models
 from tests.capturing import faults
 from tests.locating.prefills import FAILING, LENGTH, small
 
+PADS = (1, 4, 5, 6, 7, 8, 9, 20, 37, 38, 39, 40)
+"""Total lengths around 64 and 96, and others."""
+
 WIDE = 32
 """Head_dim 512 of the global layers: pytorch#191937 fails when the total leaves 1 on division by this."""
 
@@ -32,15 +35,14 @@ def plant() -> Callable[[str], None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("images", [1, 0])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("images", "dtype"), [(1, torch.bfloat16), (0, torch.float32)])
 def test_exactly_the_totals_of_the_planted_fault_are_flagged(
     images: int, dtype: torch.dtype, plant: Callable[[str], None]
 ) -> None:
     prefill = small(dtype, images=images)
     plant("pytorch_191937")
-    found = sweep(prefill, range(64), batches=False)
-    expected = tuple(total for total in range(LENGTH, LENGTH + 64) if total % WIDE == 1)
+    found = sweep(prefill, PADS, batches=False)
+    expected = tuple(total for total in (LENGTH + pad for pad in (0, *PADS)) if total % WIDE == 1)
     assert found.totals_wrong == expected == (65, 97)
     assert not found.poisoned
     assert found.worst is not None
@@ -50,12 +52,10 @@ def test_exactly_the_totals_of_the_planted_fault_are_flagged(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_nothing_is_flagged_on_healthy_kernels(dtype: torch.dtype) -> None:
-    found = sweep(small(dtype), range(64))
+def test_nothing_is_flagged_on_healthy_kernels() -> None:
+    found = sweep(small(torch.bfloat16), PADS)
     assert not found.any_flagged, [row.document() for row in found.rows if row.flagged]
-    assert len(found.alone(Path.DEFAULT)) == len(found.alone(Path.MATH)) == 64
-    assert {row.total % 64 for row in found.alone(Path.DEFAULT)} == set(range(64))
+    assert len(found.alone(Path.DEFAULT)) == len(found.alone(Path.MATH)) == len(PADS) + 1
 
 
 def test_a_prompt_of_a_failing_length_is_a_poisoned_baseline(plant: Callable[[str], None]) -> None:
@@ -150,17 +150,6 @@ def test_a_batch_of_several_rows_is_swept_as_it_is(tmp_path: File) -> None:
     found = sweep(prepare(options), [1, 5])
     assert not found.any_flagged
     assert not [row for row in found.rows if row.companions]
-
-
-@pytest.mark.slow
-def test_the_grid_finds_the_failing_lengths_among_prompts_and_paddings(plant: Callable[[str], None]) -> None:
-    prefill = small(images=0)
-    plant("pytorch_191937")
-    found = sweep(prefill, [7], batches=False)
-    points, unreachable = grid(prefill, found)
-    assert not unreachable
-    assert {point.prompt for point in points} >= {31, 33, 65, 97, 289}
-    assert all(bool(point.why) == (point.total % WIDE == 1) for point in points)
 
 
 def test_lengths_below_the_images_are_listed_as_unreachable() -> None:
