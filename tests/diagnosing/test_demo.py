@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sdpa_repro import diagnosing
-from sdpa_repro.diagnosing import Plan, demo_found, demo_plan, dump_to_replay
+from sdpa_repro.diagnosing import demo
+from sdpa_repro.diagnosing.demo import Plan, demo_found, demo_plan
 from sdpa_repro.errors import InputError
 from sdpa_repro.replaying.replay import replay
 from tests.calls import make_call
@@ -39,7 +39,7 @@ def test_a_gpu_with_an_affected_torch_must_show_the_real_bug(
 
 def test_without_the_repository_the_demo_says_where_its_fault_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(diagnosing, "FAULT", Path("nowhere.py"))
+    monkeypatch.setattr(demo, "FAULT", Path("nowhere.py"))
     with pytest.raises(InputError, match="clone it"):
         demo_plan()
 
@@ -57,8 +57,3 @@ def test_the_demo_is_successful_for_exactly_its_own_fault(tmp_path: Path) -> Non
     assert not demo_found(wrong, replace(plan, preload=()))
     other = tuple(fault("altered_191937"))
     assert not demo_found(replay(path, dtypes=("captured",), runs=1, preload=other), Plan("cpu", other, ""))
-
-
-def test_the_worst_dump_of_a_report_is_replayed() -> None:
-    assert dump_to_replay({"out": "dumps", "dumps": [{"file": "a.pt"}, {"file": "b.pt"}]}) == Path("dumps/a.pt")
-    assert dump_to_replay({"out": "dumps", "dumps": []}) is None

@@ -1,11 +1,9 @@
-"""The chain: which dump to look at, what to plant in the demo, and whether the demo found what it should."""
+"""The demo: what it plants, where, and whether it found what it should."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -41,7 +39,7 @@ def demo_plan() -> Plan:
         )
         return Plan("cuda", (), words)
     why = f"torch {torch.__version__} has the fix" if cuda else "there is no CUDA device here"
-    fault = Path(__file__).resolve().parent.parent / FAULT
+    fault = Path(__file__).resolve().parents[2] / FAULT
     if not fault.is_file():
         raise InputError(f"{why}, and the demo's fault {FAULT} comes with the repository only: clone it, run make demo")
     words = (
@@ -58,9 +56,3 @@ def demo_found(result: Replay | None, plan: Plan) -> bool:
     cell = next((cell for cell in result.cells if cell.wrong and cell.dtype == result.dtype), None)
     planted = {record["name"] for record in result.preloaded} == {path.name for path in plan.preload}
     return planted and cell is not None and cell.bad is not None and cell.bad.rows == (288,)
-
-
-def dump_to_replay(report: Mapping[str, Any]) -> Path | None:
-    """The worst dump of a capture report, None when there is none."""
-    dumps: Sequence[Mapping[str, Any]] = report["dumps"]
-    return Path(report["out"]) / dumps[0]["file"] if dumps else None
