@@ -15,10 +15,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 import click
 
-from sdpa_repro.cli.output import PROGRAM, clean
+from sdpa_repro.cli.epilog import epilog
+from sdpa_repro.cli.output import PROGRAM, be_quiet, clean
 from sdpa_repro.errors import InputError
 from sdpa_repro.version import VERSION
 
@@ -26,6 +28,15 @@ BAD_INPUT, INTERNAL, INTERRUPTED = 2, 70, 130
 COMPLETION = "_SDPA_REPRO_COMPLETE"
 """Set by click's shell completion, which `main` leaves to click."""
 TRACEBACK = "SDPA_REPRO_TRACEBACK"
+
+_REFUSALS = """
+ENOSPC EDQUOT EFBIG EACCES EPERM EROFS EIO ENAMETOOLONG ELOOP EMFILE ENFILE ENOMEM EAGAIN
+"""
+REFUSALS = frozenset(getattr(errno, name, errno.ENOSPC) for name in _REFUSALS.split())
+"""What an operating system answers when it is the disk, the rights or the memory, and no bug."""
+
+NO_TEMPORARY = "No usable temporary directory"
+"""How `tempfile` begins when it finds no folder to write to."""
 
 VERBS = {
     "capture": "Run a model or a script and dump the attention calls that go wrong.",
@@ -40,23 +51,19 @@ VERBS = {
     "share": "Make a dump that strangers may have.",
     "guard": "Run a script and change the attention calls that would meet a known bug.",
     "locate": "Say at which stage a padded and an unpadded run of a prompt part.",
-    "diagnose": "Capture, replay, explain and write the issue in one go.",
+    "verify": "Check what has to hold for a prompt however it is padded and batched.",
+    "diagnose": "Capture, replay, explain, reduce, and write issue and report in one go.",
     "known": "List the known upstream bugs, or try them on this machine.",
 }
 """Verb (a module `cli/<verb>.py` that defines `command`) and its line in the help."""
 
-EPILOG = """\b
-Examples:
-  sdpa-repro diagnose                      the embedded tiny model, end to end
-  sdpa-repro capture --model ID --pad 7    one prefill of a model
-  sdpa-repro capture -- script.py ARGS     any script, unchanged
-  sdpa-repro replay dumps/x.pt             every backend against float64
-\b
-Exit status:
-  0    nothing wrong found          3    seen live, not reproducible
-  1    a divergence found           70   a bug in sdpa-repro
-  2    bad usage or bad input       130  interrupted
-"""
+EPILOG = epilog(
+    {0: "nothing wrong found", 1: "a divergence found", 3: "seen live, not reproducible"},
+    "sdpa-repro diagnose                      the embedded tiny model, end to end",
+    "sdpa-repro capture --model ID --pad 7    one prefill of a model",
+    "sdpa-repro capture -- script.py ARGS     any script, unchanged",
+    "sdpa-repro replay dumps/x.pt             every backend against float64",
+)
 
 REQUIREMENTS = {
     "torch": "'torch>=2.5'",
@@ -73,6 +80,17 @@ REQUIREMENTS = {
 """What to install when a module is missing."""
 
 
+QUIET = click.Option(
+    ["-q", "--quiet"],
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=be_quiet,
+    help="Print the answer alone: no table, no progress, no next command.",
+)
+"""Of the program and of every verb: `sdpa-repro -q show x.pt` and `sdpa-repro show -q x.pt` do the same."""
+
+
 class Verbs(click.Group):
     """A group whose commands are imported on use, so that `--help` needs neither torch nor transformers."""
 
@@ -87,6 +105,8 @@ class Verbs(click.Group):
         command = importlib.import_module(f"sdpa_repro.cli.{cmd_name}").command
         if not isinstance(command, click.Command):
             raise TypeError(f"sdpa_repro.cli.{cmd_name}.command is not a click command")
+        if QUIET.name not in [parameter.name for parameter in command.params]:
+            command.params.append(QUIET)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -98,6 +118,7 @@ class Verbs(click.Group):
 @click.group(
     cls=Verbs,
     invoke_without_command=True,
+    params=[QUIET],
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
@@ -137,8 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{wrong.format_message()} {_hint(wrong)}".strip(), BAD_INPUT)
     except InputError as wrong:
         return _fail(str(wrong), BAD_INPUT)
-    except (KeyboardInterrupt, click.Abort):
-        return _fail("interrupted; results so far are kept", INTERRUPTED)
+    except (KeyboardInterrupt, click.Abort) as stop:
+        return _fail(f"interrupted; {str(stop) or 'results so far are kept'}", INTERRUPTED)
     except BrokenPipeError:
         return _closed_pipe()
     except ModuleNotFoundError as missing:
@@ -158,8 +179,9 @@ def _status(code: object) -> int:
 
 
 def _fail(text: str, status: int) -> int:
-    """One line on stderr."""
-    click.echo(f"error: {clean(text)}", err=True)
+    """One line on stderr, unless nobody can read it."""
+    with suppress(OSError):
+        click.echo(f"error: {clean(text)}", err=True)
     return status
 
 
@@ -185,8 +207,11 @@ def _closed_pipe() -> int:
 
 def _internal(bug: BaseException) -> int:
     """Anything unforeseen: a bug in this program, unless the operating system refused something."""
-    if isinstance(bug, OSError) and bug.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT):
-        return _fail(f"{bug.strerror}: {bug.filename or 'a file'}", BAD_INPUT)
+    if isinstance(bug, OSError) and (bug.errno in REFUSALS or NO_TEMPORARY in str(bug)):
+        mend = "set TMPDIR to a folder with room" if NO_TEMPORARY in str(bug) else "while something was written"
+        return _fail(f"{bug.strerror}: {bug.filename or mend}", BAD_INPUT)
+    if isinstance(bug, MemoryError):
+        return _fail("not enough memory: free some, or take a smaller call", BAD_INPUT)
     if os.environ.get(TRACEBACK):
         traceback.print_exception(bug)
     kind = type(bug).__name__

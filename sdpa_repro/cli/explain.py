@@ -8,14 +8,31 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sdpa_repro.cli import output
+from sdpa_repro.cli.completing import dumps
+from sdpa_repro.cli.epilog import epilog
 from sdpa_repro.errors import InputError
 
 if TYPE_CHECKING:
     from sdpa_repro.explaining.explain import Explanation
 
+INTERRUPTED = 130
 
-@click.command(name="explain", short_help="Say which conditions a failure needs, for which lengths, and why.")
-@click.argument("path", metavar="DUMP", type=click.Path(path_type=Path))
+
+@click.command(
+    name="explain",
+    short_help="Say which conditions a failure needs, for which lengths, and why.",
+    epilog=epilog(
+        {
+            0: "the call does not fail here",
+            1: "it fails, and was explained as far as possible",
+            3: "wrong live but clean here",
+            130: "interrupted; what was known by then is printed",
+        },
+        "sdpa-repro explain dumps/L05-self_attn-call5-289x289.pt",
+        "torchrun --nproc-per-node 8 -m sdpa_repro explain x.pt    lengths split over 8 GPUs",
+    ),
+)
+@click.argument("path", metavar="DUMP", type=click.Path(path_type=Path), shell_complete=dumps)
 @click.option("--device", help="Where to run: cpu, cuda, … Default: as for replay.")
 @click.option("--backend", help="Backend to explain.  [default: the one that replay finds wrong]")
 @click.option("--lengths", metavar="A:B", help="Range of L and S to try.  [default: chosen from the failing length]")
@@ -23,16 +40,7 @@ if TYPE_CHECKING:
 @click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(path: Path, lengths: str | None, as_json: bool, **options: Any) -> None:
-    """Explain why the call in DUMP fails: conditions, lengths, what was computed instead, known issues.
-
-    Exit status: 1 when the call fails here (and was explained as far as possible), 0 when it does not, 2 bad input,
-    130 after Ctrl-C, with what was known by then printed.
-
-    \b
-    Examples:
-      sdpa-repro explain dumps/L05-self_attn-call5-289x289.pt
-      torchrun --nproc-per-node 8 -m sdpa_repro explain x.pt    lengths split over 8 GPUs
-    """
+    """Explain why the call in DUMP fails: conditions, lengths, what was computed instead, known issues."""
     from sdpa_repro import ranks
     from sdpa_repro.explaining.assisting import assist
     from sdpa_repro.explaining.explain import explain
@@ -48,7 +56,7 @@ def command(path: Path, lengths: str | None, as_json: bool, **options: Any) -> N
         output.document("explain", result.document())
     else:
         _print(result, options["preload"])
-    raise SystemExit(result.replay.exit_status)
+    raise SystemExit(INTERRUPTED if result.interrupted else result.replay.exit_status)
 
 
 def _range(text: str | None) -> tuple[int, int] | None:

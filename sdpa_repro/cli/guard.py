@@ -8,9 +8,18 @@ from pathlib import Path
 import click
 
 from sdpa_repro.cli import output
+from sdpa_repro.cli.epilog import epilog
 
 
-@click.command(name="guard", short_help="Run a script and change the attention calls that would meet a known bug.")
+@click.command(
+    name="guard",
+    short_help="Run a script and change the attention calls that would meet a known bug.",
+    epilog=epilog(
+        {0: "the script's own status, whatever it is"},
+        'sdpa-repro guard -- generate.py --prompt "a cat"',
+        "sdpa-repro guard --rule result.json -- -m my_server",
+    ),
+)
 @click.argument("words", metavar="-- SCRIPT.py ARGS... | -- -m MODULE ARGS...", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--rule",
@@ -23,12 +32,7 @@ def command(words: tuple[str, ...], rule: Path | None, preload: tuple[Path, ...]
     """Run a script, unchanged, with the guard in it and in its child processes.
 
     Only the calls of scaled_dot_product_attention that meet a known bug of this torch are changed, exactly: they get
-    contiguous key and value, or MATH. The summary goes to stderr. Exit status: the script's own, 2 for bad usage.
-
-    \b
-    Examples:
-      sdpa-repro guard -- generate.py --prompt "a cat"
-      sdpa-repro guard --rule result.json -- -m my_server
+    contiguous key and value, or MATH. The summary goes to stderr.
     """
     from sdpa_repro.environment import software
     from sdpa_repro.guarding.script import run_guarded

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sdpa_repro.cli import output
+from sdpa_repro.cli.epilog import epilog
 
 if TYPE_CHECKING:
     from sdpa_repro.explaining.known_here import Outcome
@@ -15,7 +16,14 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 
-@click.command(name="known")
+@click.command(
+    name="known",
+    epilog=epilog(
+        {0: "listed; with --here: none of them shows", 1: "with --here: this torch has one of them"},
+        "sdpa-repro known",
+        "sdpa-repro known --here        about 10 s",
+    ),
+)
 @click.option("--here", is_flag=True, help="Try each on this machine and this torch, in child processes (about 10 s).")
 @click.option(
     "--preload",
@@ -27,10 +35,7 @@ INTERRUPTED = 130
 @click.option("--timeout", default=60.0, show_default=True, metavar="SECONDS", help="With --here: limit of each trial.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(here: bool, preload: tuple[str, ...], timeout: float, as_json: bool) -> None:
-    """List the upstream attention bugs that sdpa-repro recognises.
-
-    Exit status with --here: 1 when this torch has one of them, else 0.
-    """
+    """List the upstream attention bugs that sdpa-repro recognises; with --here run a trigger of each."""
     if preload and not here:
         raise click.UsageError("--preload is for --here")
     if here:
@@ -57,11 +62,11 @@ def _here(preload: tuple[str, ...], timeout: float, as_json: bool) -> int:
 
     preloaded = preload_records(preload)
     found: list[Outcome] = []
-    interrupted = False
+    interrupted, quiet = False, output.quiet()
 
     def report(outcome: Outcome) -> None:
         found.append(outcome)
-        if outcome.device is not None:
+        if outcome.device is not None and not quiet:  # in a thread, which does not know what was asked for
             output.progress(f"{outcome.issue}: {outcome.status} ({outcome.detail})")
 
     try:

@@ -27,16 +27,30 @@ PROGRAM = "sdpa-repro"
 SCHEMA_VERSION = 1
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _GAP = "  "
+_QUIET = f"{__name__}.quiet"
+
+
+def be_quiet(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Callback of `--quiet`: from now on only answers, documents, warnings and errors are printed."""
+    if value:
+        context.meta[_QUIET] = True
+
+
+def quiet() -> bool:
+    """Whether `--quiet` was given. Only the thread that runs the verb knows: ask there, before starting others."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(_QUIET))
 
 
 def answer(text: str) -> None:
-    """Print the first line on stdout: the answer."""
+    """Print the first line on stdout: the answer, which `--quiet` leaves."""
     click.echo(click.style(text, bold=True) if _colour(sys.stdout) else text)
 
 
 def line(text: str = "") -> None:
-    """Print one line on stdout."""
-    click.echo(text)
+    """Print one line on stdout, unless `--quiet` was given."""
+    if not quiet():
+        click.echo(text)
 
 
 def next_command(command: str) -> None:
@@ -63,14 +77,25 @@ def program() -> str:
 
 
 def progress(text: str) -> None:
-    """Tell on stderr what is going on."""
-    click.echo(text, err=True)
+    """Tell on stderr what is going on, unless `--quiet` was given."""
+    if not quiet():
+        _note(text)
 
 
 def warn(text: str) -> None:
     """Tell on stderr what may be wrong with what is printed."""
     label = click.style("warning:", fg="yellow") if _colour(sys.stderr) else "warning:"
-    click.echo(f"{label} {text}", err=True)
+    _note(f"{label} {text}")
+
+
+def _note(text: str) -> None:
+    """A line on stderr. A full disk behind it stops no work; a reader that went away (`2>&1 | head`) does."""
+    try:
+        click.echo(text, err=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        return
 
 
 def document(schema: str, body: Mapping[str, Any]) -> None:
@@ -78,12 +103,22 @@ def document(schema: str, body: Mapping[str, Any]) -> None:
 
     Numbers that JSON lacks (NaN, infinities) become the strings "nan", "inf" and "-inf".
     """
+    click.echo(document_text(schema, body))
+
+
+def document_text(schema: str, body: Mapping[str, Any]) -> str:
+    """The document that `document` prints."""
     head = {"schema": {"name": schema, "version": SCHEMA_VERSION}, "sdpa_repro": VERSION}
-    click.echo(json.dumps({**head, **_plain(body)}, indent=1, allow_nan=False))
+    return json.dumps({**head, **_plain(body)}, indent=1, allow_nan=False)
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, styles: Sequence[str | None] | None = None) -> None:
-    """Print a table on stdout; `styles` gives a colour per row (for example "red"), used on a terminal only."""
+    """Print a table on stdout; `styles` gives a colour per row (for example "red"), used on a terminal only.
+
+    With `--quiet` nothing is printed.
+    """
+    if quiet():
+        return
     cells = [[clean(str(cell)) for cell in row] for row in rows]
     if _colour(sys.stdout) and _rich_table(headers, cells, styles):
         return

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sdpa_repro.cli import output
+from sdpa_repro.cli.completing import dumps
+from sdpa_repro.cli.epilog import epilog
 
 if TYPE_CHECKING:
     from sdpa_repro.reducing.dump_reducer import ReducedDump
@@ -18,8 +20,21 @@ NEEDED = {True: "yes", False: "no", None: ""}
 HEADERS = ("", "from", "to", "needed", "nearest passing neighbour")
 
 
-@click.command(name="reduce", short_help="Make a failing call as small as it gets, without any captured data.")
-@click.argument("path", metavar="DUMP", type=click.Path(path_type=Path))
+@click.command(
+    name="reduce",
+    short_help="Make a failing call as small as it gets, without any captured data.",
+    epilog=epilog(
+        {
+            0: "the call does not fail here",
+            1: "a failing call was written",
+            3: "it failed only at capture, or only in this process",
+            130: "interrupted; the smallest call found by then is written",
+        },
+        "sdpa-repro reduce dumps/L05-self_attn-call5-289x289.pt -o small.pt",
+        "sdpa-repro reduce x.pt --freeze L,S --budget 60",
+    ),
+)
+@click.argument("path", metavar="DUMP", type=click.Path(path_type=Path), shell_complete=dumps)
 @click.option("-o", "--output", "target", type=click.Path(path_type=Path), help="Default: DUMP.min.pt.")
 @click.option("--backend", help="Backend whose failure to keep.  [default: the one that replay finds wrong]")
 @click.option("--device", help="Where to run: cpu, cuda, … Default: as for replay.")
@@ -44,13 +59,6 @@ def command(path: Path, target: Path | None, as_json: bool, freeze: tuple[str, .
 
     Tensors get closed forms (zeros, counts, seeded values), so that the result holds no captured data and a script
     can rebuild it. Ctrl-C keeps the smallest call found so far.
-
-    Exit status: 1 when a failing call was written, 0 when the call does not fail here, 2 bad input, 3 when it failed
-    only at capture, or only in this process, 130 after Ctrl-C, with what was found by then written.
-
-    \b
-    Example:
-      sdpa-repro reduce dumps/L05-self_attn-call5-289x289.pt -o small.pt
     """
     from sdpa_repro.reducing.dump_reducer import reduce_dump
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sdpa_repro.cli import output
+from sdpa_repro.cli.completing import dumps
+from sdpa_repro.cli.epilog import epilog
 from sdpa_repro.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,8 +39,24 @@ COLOURS = {"agrees": "green", "declined": None, "not_comparable": None}
 HEADERS = ("backend", "dtype", "status", "error", "threshold", "ratio", "where", "masked rows", "runs", "reason")
 
 
-@click.command(name="replay", short_help="Run dumps through every backend and say which one is wrong.")
-@click.argument("paths", metavar="DUMP|FOLDER...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.command(
+    name="replay",
+    short_help="Run dumps through every backend and say which one is wrong.",
+    epilog=epilog(
+        {0: "nothing wrong", 1: "a divergence, or an invalid call", 3: "wrong live but clean here"},
+        "sdpa-repro replay dumps/L05-self_attn-call5-289x289.pt",
+        "sdpa-repro replay --dtype captured --backend MATH --backend FLASH_ATTENTION dumps/",
+        "sdpa-repro replay --expect agrees dumps/      a regression test",
+    ),
+)
+@click.argument(
+    "paths",
+    metavar="DUMP|FOLDER...",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path),
+    shell_complete=dumps,
+)
 @click.option("--device", help="Where to replay: cpu, cuda, … Default: where a wrong call was captured, or a GPU.")
 @click.option(
     "--dtype",
@@ -70,10 +88,7 @@ HEADERS = ("backend", "dtype", "status", "error", "threshold", "ratio", "where",
     help="Exit with 0 when every dump behaves so, 1 otherwise: dumps as regression tests.",
 )
 def command(paths: tuple[Path, ...], as_json: bool, expect: str | None, **options: Any) -> None:
-    """Run each DUMP (or every dump in a FOLDER) through every backend against a float64 reference.
-
-    Exit status: 0 nothing wrong, 1 a divergence or an invalid call, 2 bad input, 3 wrong live but clean here.
-    """
+    """Run each DUMP (or every dump in a FOLDER) through every backend against a float64 reference."""
     from sdpa_repro.replaying.worker import Worker
 
     files = list(_files(paths))
@@ -244,7 +259,7 @@ def _again(preload: Sequence[Path]) -> list[str]:
 def _print_line(path: Path, result: Replay | InputError, expect: str | None) -> None:
     """One dump among several: its name and its answer."""
     said = f"error: {result}" if isinstance(result, InputError) else _answer(result, expect)
-    output.line(output.clean(f"{path}: {said}"))
+    output.answer(output.clean(f"{path}: {said}"))
 
 
 def _print_many(

@@ -8,14 +8,26 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sdpa_repro.cli import output
+from sdpa_repro.cli.completing import dumps
+from sdpa_repro.cli.epilog import epilog
 from sdpa_repro.errors import InputError
 
 if TYPE_CHECKING:
     from sdpa_repro.publishing.report import Reported
 
 
-@click.command(name="report", short_help="Write one HTML page about dumps: verdict, pictures, cause, script.")
-@click.argument("paths", metavar="DUMP...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.command(
+    name="report",
+    short_help="Write one HTML page about dumps: verdict, pictures, cause, script.",
+    epilog=epilog(
+        {0: "nothing wrong", 1: "a divergence, or an invalid call, in some dump", 3: "wrong live but clean here"},
+        "sdpa-repro report dumps/L05-self_attn-call5-289x289.pt -o report.html",
+        "sdpa-repro report dumps/*.pt --no-explain",
+    ),
+)
+@click.argument(
+    "paths", metavar="DUMP...", nargs=-1, required=True, type=click.Path(path_type=Path), shell_complete=dumps
+)
 @click.option(
     "-o",
     "target",
@@ -36,16 +48,7 @@ if TYPE_CHECKING:
 @click.option("--force", is_flag=True, help="Replace FILE even when it is no report of this program.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(paths: tuple[Path, ...], target: Path, png: Path | None, as_json: bool, **options: Any) -> None:
-    """Replay and explain each DUMP and write one self-contained HTML page: it opens from disk and needs no network.
-
-    Exit status as for replay, the most severe of all dumps: 0 nothing wrong, 1 a divergence or an invalid call, 2 bad
-    input, 3 wrong live but clean here.
-
-    \b
-    Examples:
-      sdpa-repro report dumps/L05-self_attn-call5-289x289.pt -o report.html
-      sdpa-repro report dumps/*.pt --no-explain
-    """
+    """Replay and explain each DUMP and write one self-contained HTML page: it opens from disk and needs no network."""
     from sdpa_repro.publishing.report import report
 
     if png is not None:

@@ -8,10 +8,19 @@ from typing import Any
 import click
 
 from sdpa_repro.cli import output
+from sdpa_repro.cli.completing import dumps
+from sdpa_repro.cli.epilog import epilog
 
 
-@click.command(name="share", short_help="Copy a dump without names and, where the failure allows, real values.")
-@click.argument("path", metavar="DUMP", type=click.Path(path_type=Path))
+@click.command(
+    name="share",
+    short_help="Copy a dump without names and, where the failure allows, real values.",
+    epilog=epilog(
+        {0: "no captured value is inside", 1: "some are; the first line says which"},
+        "sdpa-repro share dumps/L05-self_attn-call5-289x289.pt -o for-upstream.pt",
+    ),
+)
+@click.argument("path", metavar="DUMP", type=click.Path(path_type=Path), shell_complete=dumps)
 @click.option("-o", "target", metavar="FILE", type=click.Path(path_type=Path), help="[default: DUMP.share.pt]")
 @click.option("--keep-names", is_flag=True, help="Keep the names of model and module.")
 @click.option("--device", help="Where to run: cpu, cuda, … Default: as for replay.")
@@ -20,14 +29,7 @@ from sdpa_repro.cli import output
 @click.option("--force", is_flag=True, help="Replace the file of an earlier run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(path: Path, target: Path | None, as_json: bool, **options: Any) -> None:
-    """Write a copy of DUMP for strangers: origin scrubbed, values seeded where the same failure survives that.
-
-    Exit status: 0 when no captured value is inside, 1 when some are (the first line says which), 2 bad input.
-
-    \b
-    Example:
-      sdpa-repro share dumps/L05-self_attn-call5-289x289.pt -o for-upstream.pt
-    """
+    """Write a copy of DUMP for strangers: origin scrubbed, values seeded where the same failure survives that."""
     from sdpa_repro.publishing.share import share
 
     target = target if target is not None else path.with_name(f"{path.stem}.share.pt")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sdpa_repro.cli import output
+from sdpa_repro.cli.completing import dumps
+from sdpa_repro.cli.epilog import epilog
 from sdpa_repro.cli.show_text import print_dump
 from sdpa_repro.errors import InputError
 
@@ -28,13 +30,22 @@ REVEALS = (
 """What somebody who gets the file learns, when it was captured from a model."""
 
 
-@click.command(name="show")
-@click.argument("paths", nargs=-1, required=True, metavar="DUMP...", type=click.Path(path_type=Path))
+@click.command(
+    name="show",
+    epilog=epilog(
+        {0: "described", 2: "bad usage, or a file that cannot be read"},
+        "sdpa-repro show dumps/L05-self_attn-call5-289x289.pt",
+        "sdpa-repro show dumps/                     every dump in a folder",
+    ),
+)
+@click.argument(
+    "paths", nargs=-1, required=True, metavar="DUMP...", type=click.Path(path_type=Path), shell_complete=dumps
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(paths: tuple[Path, ...], as_json: bool) -> None:
     """Describe dumps (files, or folders of them): tensors, layout, mask, flags, origin, what they reveal.
 
-    Runs no attention. Exit status: 0, or 2 when a file cannot be read.
+    Runs no attention.
     """
     from sdpa_repro import dump
     from sdpa_repro.environment import software

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sdpa_repro.cli import output
+from sdpa_repro.cli.completing import dumps
+from sdpa_repro.cli.epilog import epilog
 from sdpa_repro.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,8 +26,17 @@ REASONS = 5
 HEADERS = ("backend", "dtype", "head_dim", "layout", "fails", "passes", "fails when", "worst", "not tested")
 
 
-@click.command(name="sweep", short_help="Try a dump's call at many lengths, head_dims, dtypes and layouts.")
-@click.argument("path", metavar="DUMP", type=click.Path(path_type=Path))
+@click.command(
+    name="sweep",
+    short_help="Try a dump's call at many lengths, head_dims, dtypes and layouts.",
+    epilog=epilog(
+        {0: "no cell fails", 1: "a cell fails", 2: "bad usage or input, or nothing could be tested"},
+        "sdpa-repro sweep x.pt",
+        "sdpa-repro sweep x.pt --lengths 1:300 --head-dim 64,128,256 --layout as-dumped,dense",
+        "torchrun --nproc-per-node 8 -m sdpa_repro sweep x.pt --lengths 1:8192",
+    ),
+)
+@click.argument("path", metavar="DUMP", type=click.Path(path_type=Path), shell_complete=dumps)
 @click.option("--lengths", metavar="LIST", help="Such as 1:300 or 64,65,289.  [default: around the dumped length]")
 @click.option(
     "--vary",
@@ -55,14 +66,7 @@ HEADERS = ("backend", "dtype", "head_dim", "layout", "fails", "passes", "fails w
 def command(path: Path, as_json: bool, **options: Any) -> None:
     """Try the call in DUMP at every length in every combination, each cell against the reference.
 
-    Exit status: 1 when a cell fails, 0 when none does, 2 bad input or nothing could be tested. Ctrl-C prints what is
-    known by then.
-
-    \b
-    Examples:
-      sdpa-repro sweep x.pt
-      sdpa-repro sweep x.pt --lengths 1:300 --head-dim 64,128,256 --layout as-dumped,dense
-      torchrun --nproc-per-node 8 -m sdpa_repro sweep x.pt --lengths 1:8192
+    Ctrl-C prints what is known by then.
     """
     from sdpa_repro import ranks
     from sdpa_repro.explaining.grid import sweep

@@ -24,6 +24,7 @@ from sdpa_repro.explaining.length_rule import LengthRule, length_rule
 from sdpa_repro.explaining.poison import Poison, poison, poison_isolated
 from sdpa_repro.known_issues import Match
 from sdpa_repro.replaying.backends import Backend
+from sdpa_repro.replaying.interrupts import interrupts
 from sdpa_repro.replaying.jobs import prepared
 from sdpa_repro.replaying.replay import Replay, replay
 from sdpa_repro.replaying.trial import Trial, in_process, isolated
@@ -52,6 +53,8 @@ class Explanation:
     poison: Poison | None = None
     seconds: float = 0.0
     complete: bool = True
+    interrupted: bool = False
+    """Whether Ctrl-C cut it short."""
 
     @property
     def known(self) -> tuple[Match, ...]:
@@ -108,16 +111,18 @@ def explain(
     seed: int = 0,
     progress: Progress | None = None,
     over_ranks: bool = False,
+    replayed: Replay | None = None,
 ) -> Explanation:
     """Replay a dump in its captured dtype and explain the failure of `backend` (default: the guilty one).
 
     lengths: range of L and S for the length rule. budget: seconds after which what is known is returned, as it
     is on Ctrl-C (`complete=False`). preload: Python files run in every process before the first call, this one
     included. over_ranks: this is rank 0 of several under torchrun, and the others run `assisting.assist`: the lengths
-    are split over all of them. Raises InputError for a bad dump or option.
+    are split over all of them. replayed: a replay of the captured dtype made before. Raises InputError for a bad dump
+    or option.
     """
     with Helpers(over_ranks and ranks.world() > 1) as helpers:
-        return _explain(path, device, backend, preload, lengths, budget, parts, seed, progress, helpers)
+        return _explain(path, device, backend, preload, lengths, budget, parts, seed, progress, helpers, replayed)
 
 
 def _explain(
@@ -131,13 +136,14 @@ def _explain(
     seed: int,
     progress: Progress | None,
     helpers: Helpers,
+    replayed: Replay | None,
 ) -> Explanation:
     unknown = set(parts) - set(PARTS)
     if unknown:
         raise InputError(f"unknown part {sorted(unknown)[0]!r}: choose from {', '.join(PARTS)}")
     start = time.monotonic()
     say = progress or (lambda text: None)
-    result = replay(path, device=device, dtypes=("captured",), runs=1, preload=preload, progress=progress)
+    result = replayed or replay(path, device=device, dtypes=("captured",), runs=1, preload=preload, progress=progress)
     chosen = suspect(result, backend)
     if chosen is None:
         return Explanation(Path(path), None, result, seconds=time.monotonic() - start)
@@ -148,7 +154,7 @@ def _explain(
         environment.preload([Path(file) for file in preload])
     found: dict[str, Any] = {}
     complete = True
-    with work.trials() as trial_for, _few_threads(work, trial_for) as work:
+    with interrupts() as pressed, work.trials() as trial_for, _few_threads(work, trial_for) as work:
         steps: dict[str, Callable[[], Any]] = {
             "conditions": partial(_conditions, work, trial_for),
             "hypothesis": partial(_hypothesis, work, trial_for),
@@ -157,7 +163,7 @@ def _explain(
         }
         try:
             for part in (part for part in PARTS if part in parts):
-                if work.late:
+                if work.late or pressed:
                     complete = False
                     break
                 say(f"explaining: {part.replace('_', ' ')}")
@@ -167,7 +173,10 @@ def _explain(
             complete = False
     if found.get("conditions") is not None and found.get("length_rule") is not None:
         found["conditions"] = with_rule(found["conditions"], found["length_rule"])
-    return Explanation(Path(path), chosen.value, result, **found, seconds=time.monotonic() - start, complete=complete)
+    seconds, interrupted = time.monotonic() - start, bool(pressed)
+    return Explanation(
+        Path(path), chosen.value, result, **found, seconds=seconds, complete=complete, interrupted=interrupted
+    )
 
 
 def with_rule(conditions: Conditions, rule: LengthRule) -> Conditions:

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from sdpa_repro.environment import without_home
 from sdpa_repro.errors import InputError
 from sdpa_repro.publishing.build_failure import failure
 from sdpa_repro.publishing.escaping import one_line
@@ -72,16 +73,13 @@ def existing(path: str | Path) -> Interpreter:
     return Interpreter(without_home(absolute), absolute)
 
 
-def without_home(path: str) -> str:
-    """The path with the home folder as `~`."""
-    home = str(Path.home())
-    return "~" + path[len(home) :] if len(home) > 1 and path.startswith(home + os.sep) else path
-
-
 def cache_folder() -> Path:
-    """Where environments are kept: below XDG_CACHE_HOME, by default `~/.cache`."""
+    """Where environments are kept: below XDG_CACHE_HOME, by default `~/.cache`. Raises InputError without a home."""
     given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    try:
+        base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    except RuntimeError as error:  # a user without a name and without HOME
+        raise InputError("there is no home folder to keep environments in: set XDG_CACHE_HOME to a folder") from error
     return base / "sdpa-repro" / "environments"
 
 

@@ -25,11 +25,21 @@ def check_free(folder: Path, names: Iterable[str], *, force: bool) -> None:
     try:
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{folder} is no folder: give another one with -o")
+        check_writable(folder)
         taken = [name for name in names if os.path.lexists(folder / name)]
     except (OSError, ValueError) as error:
         raise InputError(f"cannot use {str(folder)[:200]!r} as a folder: {error}; give another one with -o") from error
     if taken and not force:
         raise InputError(f"{folder} already holds {', '.join(taken)}: give --force to replace, or another folder")
+
+
+def check_writable(folder: Path) -> None:
+    """Raise InputError, before any work, where files cannot go into the folder or it cannot be made."""
+    above = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    if not above.is_dir():
+        raise InputError(f"cannot write into {folder}: {above} is no folder; choose another one with -o")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write into {folder}: {above} is read-only; choose another one with -o")
 
 
 def write(folder: Path, name: str, content: str | bytes) -> Path:

@@ -86,7 +86,7 @@ def render(values: Mapping[str, Any], template: str | Path | None = None) -> str
     try:
         return str(compiled.render(dict(values))).rstrip() + "\n"
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
-        raise InputError(f"the template {path} does not work: {one_line(error)}") from error
+        raise InputError(f"the template {path} does not work: {one_line(error)}; mend it or leave it out") from error
 
 
 def _compiled(path: Path) -> Any:

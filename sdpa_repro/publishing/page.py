@@ -50,6 +50,7 @@ def check_target(path: Path, *, force: bool) -> None:
     try:
         if path.is_dir():
             raise InputError(f"{path} is a folder: give a file, such as -o {path / 'report.html'}")
+        files.check_writable(path.parent)
         if not path.exists() or force:
             return
         with path.open("rb") as file:

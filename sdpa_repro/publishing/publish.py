@@ -26,8 +26,10 @@ from sdpa_repro.publishing.version_table import issue_rows
 from sdpa_repro.publishing.versions import collect_env, table
 from sdpa_repro.reducing.dump_reducer import reduce_dump
 from sdpa_repro.replaying.backends import Backend
+from sdpa_repro.replaying.interrupts import interrupts
 from sdpa_repro.replaying.replay import Replay, replay
 from sdpa_repro.replaying.verdict import Verdict
+from sdpa_repro.replaying.worker import Worker
 
 MANY_RUNS, FEW_RUNS = 20, 3
 SMALL = 1 << 20
@@ -52,12 +54,17 @@ def publish(
     progress: Progress | None = None,
     explanation: Mapping[str, Any] | None = None,
     results: Sequence[str | Path] = (),
+    replayed: Replay | None = None,
+    reduction: Mapping[str, Any] | None = None,
+    worker: Worker | None = None,
 ) -> Published:
     """Reduce and explain the dump's call, write `repro.py` and `issue.md` into `folder`, and run the script.
 
     folder: default `<dump>.issue` beside the dump. reduced, explained: leave that part out when False. budget:
     seconds for reducing and explaining together. explanation: the document of an `explain` that was already made.
-    results: files that `versions` wrote, about this dump or about the script that is written here.
+    results: files that `versions` wrote, about this dump or about the script that is written here. replayed, reduction:
+    a replay of the captured dtype, and the document of a `reduce_dump`, that were already made. worker: one with the
+    preloads to replay in, left running.
     Nothing is written when no backend fails, and `exit_status` is that of the verdict; else 1 when the script fails
     as it should, 3 when it does not. Raises InputError for bad input, for files that would be overwritten without
     `force`, for a bad template.
@@ -68,8 +75,9 @@ def publish(
     files.check_free(target, names, force=force)
     check_template(template)
     tried = tuple((Path(name).name, *read_results(name)) for name in results)
-    say(f"replaying {path.name}")
-    seen = replay(path, device=device, dtypes=("captured",), runs=1, preload=preload)
+    if replayed is None:
+        say(f"replaying {path.name}")
+    seen = replayed or replay(path, device=device, dtypes=("captured",), runs=1, preload=preload)
     if seen.verdict is not Verdict.BACKEND_WRONG:
         return Published(_nothing(seen), seen.exit_status, seen)
     options = _Options(
@@ -85,9 +93,14 @@ def publish(
         budget,
         say,
         tried,
+        worker,
     )
-    with tempfile.TemporaryDirectory(prefix="sdpa-repro-") as scratch:
-        case = _explained(options, _reduced(options, seen, Path(scratch)), explanation)
+    with tempfile.TemporaryDirectory(prefix="sdpa-repro-") as scratch, interrupts() as pressed:
+        case = _reduced(options, seen, Path(scratch), reduction)
+        if not pressed:
+            case = _explained(options, case, explanation)
+        if pressed:  # both searches end with what they have
+            raise KeyboardInterrupt("nothing was written")
         return _written(options, case)
 
 
@@ -108,6 +121,7 @@ class _Options:
     say: Progress
     tried: tuple[tuple[str, str, list[Row]], ...] = ()
     """Of each file of results: its name, the sha256 of what was run, the rows."""
+    worker: Worker | None = None
 
     @property
     def half(self) -> float | None:
@@ -127,13 +141,15 @@ class _Case:
     notes: tuple[str, ...] = ()
 
 
-def _reduced(options: _Options, seen: Replay, scratch: Path) -> _Case:
+def _reduced(options: _Options, seen: Replay, scratch: Path, reduction: Mapping[str, Any] | None) -> _Case:
     """The reduced call; the captured one when it is not to be reduced, or cannot be."""
     backend = suspect(seen)
     assert backend is not None
     case = _Case(options.path, backend.value, seen)
     if not options.reduce:
         return case
+    if reduction is not None:
+        return replace(case, path=Path(reduction["output"]), reduction=reduction)
     try:
         found = reduce_dump(
             options.path,
@@ -156,7 +172,14 @@ def _explained(options: _Options, case: _Case, explanation: Mapping[str, Any] | 
     elements = sum(tensor.numel() for tensor in load(case.path).call.tensors.values())
     runs = MANY_RUNS if elements <= SMALL else FEW_RUNS
     options.say(f"replaying the {'reduced' if case.reduction else 'captured'} call {runs} times")
-    again = replay(case.path, device=options.device, dtypes=("captured",), runs=runs, preload=options.preload)
+    again = replay(
+        case.path,
+        device=options.device,
+        dtypes=("captured",),
+        runs=runs,
+        preload=options.preload,
+        worker=options.worker,
+    )
     if case.backend in again.guilty or case.backend == Backend.DEFAULT.value:
         case = replace(case, replay=again)
     else:

@@ -20,7 +20,8 @@ from sdpa_repro.replaying.worker import Worker
 
 Progress = Callable[[str], None]
 
-SEVERITY = (0, 2, 3, 1)
+INTERRUPTED = 130
+SEVERITY = (0, 2, 3, 1, INTERRUPTED)
 """Exit statuses, the one that wins over all others last."""
 
 
@@ -103,6 +104,9 @@ def report(
                 continue
             sections.append(made)
             statuses.append(made.replay.exit_status)
+            if made.explanation.interrupted:  # the page shows what is known
+                statuses = [INTERRUPTED]
+                break
     text = page(sections, unread)
     return Reported(write_page(target, text), tuple(sections), unread, max(statuses, key=SEVERITY.index))
 
@@ -130,7 +134,7 @@ def _section(path: Path, options: _Options) -> Section:
     found = explain(path, device=options.device, preload=preload, budget=options.budget, progress=say)
     say("drawing")
     made = section(found, worker=worker)
-    if not options.scripted or found.replay.verdict is not Verdict.BACKEND_WRONG:
+    if not options.scripted or found.interrupted or found.replay.verdict is not Verdict.BACKEND_WRONG:
         return made
     with tempfile.TemporaryDirectory(prefix="sdpa-repro-") as scratch:
         try:

@@ -121,7 +121,7 @@ def _check_output(path: Path, output: Path, force: bool) -> None:
         if output.exists() and (output.is_dir() or not force or output.samefile(path)):
             raise InputError(f"{output} is there already: give another name with -o, or --force to replace it")
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot write {str(output)[:200]!r}: {error}") from error
+        raise InputError(f"cannot write {str(output)[:200]!r}: {error}; give another file with -o") from error
 
 
 def _trial(seen: Replay, dump: Dump, preload: Sequence[str | Path], stack: ExitStack) -> Trial | None:

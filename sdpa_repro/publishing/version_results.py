@@ -70,7 +70,7 @@ def _parsed(path: Path) -> Any:
     """The JSON of a file of ordinary size."""
     try:
         if not path.is_file():
-            raise InputError(f"--results {path}: no such file")
+            raise InputError(f"--results {path}: no such file; make one with sdpa-repro versions FILE -o results.json")
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)
     except (OSError, ValueError) as error:

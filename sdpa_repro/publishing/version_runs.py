@@ -86,7 +86,7 @@ def subject(path: str | Path) -> Subject:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is neither a Python script nor a dump") from error
+        raise InputError(f"{path} is neither a Python script nor a dump: give one of them") from error
     check_imports(text)
     beside = {name: path.with_name(name) for _, name in _BESIDE.findall(text)}
     missing = [name for name, file in beside.items() if not file.is_file()]

@@ -6,10 +6,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from sdpa_repro.environment import software
+from sdpa_repro.environment import software, without_home
 from sdpa_repro.publishing.escaping import prose
 from sdpa_repro.publishing.running import ScriptRun
 
@@ -27,8 +26,7 @@ def collect_env(timeout: float = SECONDS) -> str:
     text = done.stdout.strip()
     if done.returncode or "PyTorch version" not in text:
         return plain_versions()
-    home = str(Path.home())
-    return text.replace(f"{home}/", "~/") if len(home) > 1 else text
+    return without_home(text)
 
 
 def plain_versions() -> str:
