@@ -107,9 +107,7 @@ def _located(preload: Sequence[Path], values: dict[str, Any]) -> Located:
 
 def _print(found: Located, preload: Sequence[Path], values: dict[str, Any]) -> None:
     """The verdict, the sweep, the stages, the rule, and what to run next."""
-    output.answer(output.clean(found.sentence))
-    for record in found.preloaded:
-        output.line(output.clean(f"preloaded {record['name']}: what is found here may be planted by it"))
+    output.answer(output.clean(found.sentence + output.preloaded(found.preloaded)))
     if found.sweep.poisoned:
         output.line(output.clean(_poisoned(found.sweep)))
     output.line()
@@ -122,7 +120,7 @@ def _print(found: Located, preload: Sequence[Path], values: dict[str, Any]) -> N
     if found.length_rule is not None:
         output.line()
         for line in rule_lines(found):
-            output.line(output.clean(line))
+            output.line("  " * line.startswith(" ") + output.clean(line))
     for note in found.notes:
         output.line(output.clean(f"note: {note}"))
     if not found.complete:

@@ -47,6 +47,12 @@ def answer(text: str) -> None:
     click.echo(click.style(text, bold=True) if _colour(sys.stdout) else text)
 
 
+def preloaded(records: Sequence[Mapping[str, str]]) -> str:
+    """What follows an answer where files were preloaded, so that no planted fault passes for a real one; else ""."""
+    names = ", ".join(record["name"] for record in records)
+    return f" (preloaded: {names})" if names else ""
+
+
 def line(text: str = "") -> None:
     """Print one line on stdout, unless `--quiet` was given."""
     if not quiet():

@@ -132,9 +132,7 @@ def _pads(prefill: Prefill, options: PrefillOptions, most: int | None) -> list[i
 
 def _print(found: Verified) -> None:
     """The answer, the checklist, and what it was made with."""
-    output.answer(output.clean(found.sentence))
-    for record in found.preloaded:
-        output.line(output.clean(f"preloaded {record['name']}: what is broken here may be planted by it"))
+    output.answer(output.clean(found.sentence + output.preloaded(found.preloaded)))
     output.line()
     styles = ["yellow" if item.follows else COLOURS.get(item.status.value, "yellow") for item in found.items]
     output.table(HEADERS, [cells(item) for item in found.items], styles=styles)
