@@ -70,7 +70,7 @@ test-fast: $(READY) ## the tests that take no more than seconds
 
 lint: $(READY) ## ruff and mypy --strict
 	@"$(PY)" -c 'import importlib.util as u, sys; \
-		missing = [name for name in ("ruff", "mypy", "pytest", "rich") if u.find_spec(name) is None]; \
+		missing = [name for name in ("ruff", "mypy", "pytest", "rich", "hypothesis") if u.find_spec(name) is None]; \
 		sys.exit("error: missing here: pip install " + " ".join(missing) if missing else 0)'
 	@"$(PY)" -m ruff check .
 	@"$(PY)" -m ruff format --check .
