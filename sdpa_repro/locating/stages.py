@@ -9,7 +9,7 @@ arises and not in everything behind it, and the noise of one layer is enough to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ from sdpa_repro.capturing.records import Options
 from sdpa_repro.capturing.session import Session
 from sdpa_repro.locating import structure
 from sdpa_repro.locating.calls import Check, Silent
-from sdpa_repro.locating.comparing import movement
+from sdpa_repro.locating.noise import rounding
 from sdpa_repro.locating.perturbing import shaken
 from sdpa_repro.locating.recording import Recording, record
 from sdpa_repro.locating.table import Level, Outcome, Stage, StageTable
-from sdpa_repro.locating.walking import Key, Pair, compared, source, walk, wrong_on_valid
+from sdpa_repro.locating.walking import Pair, compared, source, walk, wrong_on_valid
 
 __all__ = ["Level", "Outcome", "Stage", "StageTable", "compare_stages"]
 
@@ -95,19 +95,13 @@ def _pair(prefill: Prefill, inputs: Inputs, padded: Recording, row: int, inside:
     def run() -> Recording:
         return record(prefill, inputs, row=row, inside=layer, feed=padded)
 
+    def shaken_runs() -> Iterator[Recording]:
+        for seed in range(DRAWS):
+            with shaken(prefill.model, seed):
+                yield run()
+
     plain = run()
-    before, noise = plain.keyed(), dict[Key, Tensor]()
-    for seed in range(DRAWS):
-        with shaken(prefill.model, seed):
-            moved = run().keyed()
-        for key, value in moved.items():
-            if (
-                key in before
-                and value.tensor.dtype.is_floating_point
-                and value.tensor.shape == before[key].tensor.shape
-            ):
-                here = movement(before[key], value)
-                noise[key] = here.maximum(noise[key]) if key in noise else here
+    noise = rounding(plain, shaken_runs())
     return Pair(prefill, plain, inside or padded, noise)
 
 
