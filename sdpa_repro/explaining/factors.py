@@ -318,7 +318,7 @@ FACTORS: tuple[Factor, ...] = (
     ),
     Factor("values", "these values", _values, Decides.ALL),
     Factor("dtype", "this dtype", _dtype, Decides.ANY),
-    Factor("head_dim", "this head_dim", _head_dim, Decides.ANY),
+    Factor("head_dim", "a head_dim of this class", _head_dim, Decides.ANY),
     Factor("query_layout", "a query that is not contiguous", _query_layout),
     Factor("key_value_layout", "key or value that are not contiguous", _key_value_layout),
     Factor("scale", "a given scale", _scale),
