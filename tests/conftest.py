@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("NO_COLOR", None)
 os.environ.pop("SDPA_REPRO_TRACEBACK", None)
 
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,12 @@ torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parent.parent
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def pytest_sessionstart() -> None:
+    """Let Ctrl-C through, as in a terminal: a background job of a shell starts with it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
