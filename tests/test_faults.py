@@ -151,6 +151,7 @@ def test_a_planted_fault_is_gone_after_restore(plant: Plant) -> None:
     assert wrong_rows(run(call), definition(call)) == []
 
 
+@pytest.mark.slow
 def test_planting_says_nothing_on_stderr() -> None:
     code = f"import runpy; runpy.run_path({str(FAULTS / 'pytorch_191937.py')!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
@@ -227,6 +228,7 @@ def test_a_crash_ends_the_process_with_its_signal(name: str, status: int) -> Non
     assert calling_process(name).wait(120) == status
 
 
+@pytest.mark.slow
 def test_hang_does_not_return() -> None:
     process = calling_process("hang")
     try:

@@ -40,7 +40,7 @@ def test_a_broken_item_is_named_first_and_locate_is_next(capsys: pytest.CaptureF
     assert main(["verify", *QUICK, "--dtype", "float32", "--preload", str(FAULT)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("logits broken at total length 289")
-    assert lines[1].startswith("preloaded pytorch_191937.py")
+    assert lines[0].endswith(" (preloaded: pytorch_191937.py)")
     assert any("not asked for" in line for line in lines)
     assert f"locate --dtype float32 --layers 1 --total-length 289 --preload {FAULT}" in lines[-1]
 

@@ -69,6 +69,7 @@ def test_a_prompt_of_a_failing_length_is_a_poisoned_baseline(plant: Callable[[st
     assert {row.against for row in found.alone(Path.DEFAULT)} == {"MATH"}
 
 
+@pytest.mark.slow
 def test_in_batches_the_prompt_is_as_wrong_and_the_longer_row_is_as_alone(plant: Callable[[str], None]) -> None:
     prefill = small(torch.bfloat16)
     healthy = sweep(prefill, [6])
@@ -130,6 +131,7 @@ def test_a_path_that_is_not_available_is_a_row_that_says_why() -> None:
     assert any("float32 already" in row.reason for row in found.rows)
 
 
+@pytest.mark.slow
 def test_padding_on_the_right_of_a_decoder_and_of_an_encoder_is_healthy(tmp_path: File) -> None:
     from dataclasses import replace
 

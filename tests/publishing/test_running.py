@@ -65,6 +65,7 @@ def wait_for_end(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_script_that_hangs_is_ended_with_its_children() -> None:
     text = (
         "import subprocess, sys, time\n"

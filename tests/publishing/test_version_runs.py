@@ -115,6 +115,7 @@ def test_a_program_that_cannot_be_started_is_a_row(tmp_path: Path, content: byte
     assert row.reason
 
 
+@pytest.mark.slow
 def test_a_program_that_does_not_come_back_is_given_up_on(tmp_path: Path) -> None:
     (tmp_path / "repro.py").write_text(SCRIPT)
     python = interpreter(tmp_path / "python", UP_TO_FLASH, then="exec sleep 60")
