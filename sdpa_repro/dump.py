@@ -126,9 +126,7 @@ def load(path: Path | str, device: torch.device | str = "cpu") -> Dump:
         reason = error.strerror or error
         raise _input_error(f"cannot read {path}: {reason}: check the path and its access rights") from error
     except ValueError as error:  # Refused, or a path with a null byte
-        folder = "it is a folder" in str(error)
-        mend = "give one of the dumps in it" if folder else "capture the call again or get a fresh copy"
-        raise _input_error(f"cannot use {path} as a dump: {error}: {mend}") from error
+        raise _input_error(f"cannot use {path} as a dump: {error}: {_mend(str(error))}") from error
     try:
         tensors = build(contents, torch.device(device))
     except (RuntimeError, AssertionError, NotImplementedError, MemoryError) as error:
@@ -188,6 +186,15 @@ def _causal_bias(rule: Mapping[str, Any]) -> Tensor:
         warnings.simplefilter("ignore")
         CausalBias.__init__(bias, variant, rows, keys)
     return bias
+
+
+def _mend(reason: str) -> str:
+    """What to do about a file that is refused."""
+    if reason == "it is a folder":
+        return "give one of the dumps in it"
+    if reason.startswith("it is not a "):  # another kind of file altogether
+        return "give a .pt file that capture wrote"
+    return "capture the call again or get a fresh copy"
 
 
 def _mebibytes(nbytes: int) -> str:

@@ -29,6 +29,7 @@ __all__ = [
     "preload_records",
     "restored",
     "software",
+    "torch_folder",
 ]
 
 NEAR = 64 << 20
@@ -78,13 +79,12 @@ def memory_layout(call: AttentionCall) -> dict[str, Any]:
 def software(device: torch.device | str | None = None) -> dict[str, Any]:
     """Versions that a bug report needs, and the GPU's name when `device` is one (default: the current GPU).
 
-    Nothing that names the machine or the user: no host name, and the home folder written as `~`.
+    Nothing that names the machine, the user or a project: no host name and no path. It goes into dumps and reports.
     """
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(terse=True),
         "torch": torch.__version__,
-        "torch_path": without_home(str(Path(torch.__file__).parent)),
         "torch_git": getattr(torch.version, "git_version", None),
         "cuda": torch.version.cuda,
         "hip": getattr(torch.version, "hip", None),
@@ -99,6 +99,11 @@ def software(device: torch.device | str | None = None) -> dict[str, Any]:
         found["capability"] = ".".join(map(str, capability)) if capability else None
         found["driver"] = _driver()
     return found
+
+
+def torch_folder() -> str:
+    """Where the torch in use lies, the home folder written as `~`: for the terminal: a path may name a project."""
+    return without_home(str(Path(torch.__file__).parent))
 
 
 def preload(paths: Sequence[str | Path]) -> list[dict[str, str]]:

@@ -575,6 +575,15 @@ def test_a_read_only_folder_is_named_with_what_to_do(tmp_path: Path, monkeypatch
         dump.save(document, tmp_path / "x.pt")
 
 
+def test_a_file_of_another_kind_is_told_which_files_are_dumps(tmp_path: Path) -> None:
+    text, other = tmp_path / "README.md", tmp_path / "weights.pt"
+    text.write_text("# A readme\n")
+    torch.save({"weight": torch.ones(2)}, other)
+    for path in (text, other):
+        with pytest.raises(InputError, match=r"give a \.pt file that capture wrote"):
+            dump.load(path)
+
+
 # ---- large masks
 
 

@@ -18,7 +18,7 @@ from sdpa_repro.capturing.recorder import Stopped, listening
 from sdpa_repro.capturing.records import Options
 from sdpa_repro.capturing.session import Session
 from sdpa_repro.environment import preload as run_preloads
-from sdpa_repro.environment import software
+from sdpa_repro.environment import software, torch_folder
 
 if TYPE_CHECKING:
     from sdpa_repro.capturing.options import PrefillOptions
@@ -117,7 +117,7 @@ def _moved(logits: Mapping[int, Tensor], length: int) -> list[dict[str, Any]]:
 def machine(device: str | None) -> list[str]:
     """What is being tested, in lines for the user: torch, transformers, GPU, driver. InputError without that device."""
     found = software(target_device(device))
-    lines = [f"torch {found['torch']} at {found['torch_path']}", f"transformers {found['transformers']}"]
+    lines = [f"torch {found['torch']} at {torch_folder()}", f"transformers {found['transformers']}"]
     if found.get("gpu"):
         return [*lines, f"{found['gpu']}, compute capability {found.get('capability')}, driver {found.get('driver')}"]
     return [*lines, f"no GPU in use, CPU capability {found.get('cpu')}"]

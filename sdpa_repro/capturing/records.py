@@ -181,4 +181,6 @@ def _advice(summary: Mapping[str, Any]) -> str:
         return "run the whole script under: sdpa-repro capture -- script.py"
     if any("torch.compile" in hint for hint in summary["hints"]):
         return UNCOMPILED
-    return "load the model with attn_implementation='sdpa' and run again"
+    if any("attn_implementation" in hint for hint in summary["hints"]):
+        return "load the model with attn_implementation='sdpa' and run again"
+    return "if a transformers model is to be looked at, load it with attn_implementation='sdpa' and run again"

@@ -105,6 +105,8 @@ def command_of(words: Sequence[str]) -> list[str]:
             raise InputError(f"python {first} ignores the recorder's hook: run without it")
         return [sys.executable, *words]
     path = Path(first)
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise InputError(f"{first} is a folder without a __main__.py: give the script in it that is to run")
     if path.is_dir() or (path.is_file() and not _runs_by_itself(path)):
         return [sys.executable, *words]
     program = shutil.which(first)

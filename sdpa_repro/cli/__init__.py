@@ -7,6 +7,7 @@ sdpa-repro itself, 130 interrupted.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import importlib
 import io
@@ -56,6 +57,9 @@ VERBS = {
     "known": "List the known upstream bugs, or try them on this machine.",
 }
 """Verb (a module `cli/<verb>.py` that defines `command`) and its line in the help."""
+
+LIKE = 0.7
+"""How like a verb a mistyped word has to be (`difflib`'s ratio) to be taken for it."""
 
 EPILOG = epilog(
     {0: "nothing wrong found", 1: "a divergence found", 3: "seen live, not reproducible"},
@@ -108,6 +112,17 @@ class Verbs(click.Group):
         if QUIET.name not in [parameter.name for parameter in command.params]:
             command.params.append(QUIET)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The verb and its arguments. A verb that does not exist is a usage error that names those like it."""
+        name = args[0]
+        if name in VERBS or name.startswith("-") or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        like = [verb for verb in VERBS if verb.startswith(name)] or difflib.get_close_matches(name, VERBS, 1, LIKE)
+        meant = f" Did you mean {like[0]!r}?" if like else ""
+        raise click.UsageError(f"No such command {name!r}.{meant}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the verbs from the table above instead of importing each for its help."""

@@ -58,8 +58,21 @@ def selection_options(command: Any) -> Any:
     return command
 
 
+class ScriptCommand(click.Command):
+    """A verb that takes a script after `--`: with nothing there it runs nothing, rather than its default model."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does, which forgets about the `--`. Raises InputError for one that ends the command line."""
+        ended = args[-1:] == ["--"]
+        rest = super().parse_args(ctx, args)
+        if ended and not ctx.resilient_parsing and not ctx.params["words"] and "--" not in ctx.params.values():
+            raise InputError("nothing to run after --: give a script, or -m and a module")
+        return rest
+
+
 @click.command(
     name="capture",
+    cls=ScriptCommand,
     short_help="Run a model or a script and dump the attention calls that go wrong.",
     epilog=epilog(
         {0: "nothing wrong; or of a script its own status", 1: "a wrong call", 2: "bad usage, or no call seen"},
@@ -102,8 +115,9 @@ def run_capture(
     """Capture as the options say: a script when there are words, else a model (`unpadded`: also without padding).
 
     values: the parameters of `model_options` and `selection_options`, and `out`, `preload`, `no_prove`,
-    `as_json`. Under torchrun rank 0 returns the report of all ranks, and the others end here. Raises InputError for
-    bad usage and when no call was seen.
+    `as_json`; of another verb `command`, which the dumps name as their origin (see `command_line`). Under torchrun
+    rank 0 returns the report of all ranks, and the others end here. Raises InputError for bad usage and when no call
+    was seen.
     """
     from sdpa_repro import ranks
     from sdpa_repro.capturing import folder, report, together
@@ -151,7 +165,7 @@ def _capture(
             "--stop-at-first does not go with --tp-plan: a rank that stops leaves the others waiting for it"
         )
     say = progress if ranks.is_first() else lambda text: None
-    origin = {"command": command_line(values)}
+    origin = {"command": values.get("command") or command_line(values)}
     return capture_model(chosen, out, options, preload=preload, origin=origin, progress=say, unpadded=unpadded)
 
 
@@ -163,7 +177,7 @@ def _script(words: Sequence[str], out: Path, options: Options, values: Mapping[s
     from sdpa_repro.capturing.script import run_script
     from sdpa_repro.environment import preload_records, software
 
-    origin = {"command": command_line(values) + " -- …"}
+    origin = {"command": (values.get("command") or command_line(values)) + " -- …"}
     stdout = sys.stderr.fileno() if values["as_json"] else None
     run = run_script(words, out, options, preload=values["preload"], origin=origin, stdout=stdout)
     found = report.of_script(run, out, options, preload_records(values["preload"]))
@@ -196,22 +210,25 @@ def parse_size(text: str) -> int:
     return size
 
 
-def command_line(values: Mapping[str, Any]) -> str:
-    """The verb and the names of the options that were given; no values, since those may name files or prompts."""
-    defaults = {"phase": "all", "keep": "diverging", "max_bytes": "2GiB", "out": Path("dumps")}
+def command_line(values: Mapping[str, Any], verb: str = "capture", out: str = "dumps") -> str:
+    """The verb and the names of the options that were given; no values, since those may name files or prompts.
+
+    out: the verb's default of `--out`.
+    """
+    defaults = {"phase": "all", "keep": "diverging", "max_bytes": "2GiB", "out": Path(out)}
     flags = []
     for name, value in values.items():
         if value in (None, False, (), "") or defaults.get(name) == value:
             continue
         flags.append("--" + {"as_json": "json", "images": "image"}.get(name, name.rstrip("_").replace("_", "-")))
-    return " ".join(["sdpa-repro", "capture", *flags])
+    return " ".join(["sdpa-repro", verb, *flags])
 
 
 def print_report(report: Report, preload: Sequence[Path] = (), words: Sequence[str] = ()) -> None:
     """The answer, the table of calls, the dumps with their proof, and the next command."""
     script = report["script"]
     output.answer(output.clean(report["sentence"]))
-    for line in _script_lines(script) if script is not None else []:
+    for line in script_lines(script) if script is not None else []:
         output.line(output.clean(line))
     if report["calls"]:
         output.line()
@@ -290,7 +307,7 @@ def _process(call: Mapping[str, Any]) -> str:
     return f"rank {call['rank']}" if call["rank"] is not None else str(call["process"])
 
 
-def _script_lines(script: Mapping[str, Any]) -> list[str]:
+def script_lines(script: Mapping[str, Any]) -> list[str]:
     """How the script ended, and which of its processes were not seen."""
     lines = [f"the script itself failed: {script['end']}"] if script["status"] else []
     lines += [f"recorder: {error}" for error in script["failed"]]

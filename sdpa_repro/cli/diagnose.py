@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from sdpa_repro.diagnosing.stages import Stages
     from sdpa_repro.replaying.worker import Worker
 
-NO_RESULT = ("as_json", "no_issue", "issue", "locate", "fresh", "out", "budget", "no_prove")
+NO_RESULT = ("as_json", "no_issue", "issue", "locate", "fresh", "out", "budget", "no_prove", "command")
 """Options on which what is captured does not depend."""
 
 
 @click.command(
     name="diagnose",
+    cls=capturing.ScriptCommand,
     short_help="Capture, replay, explain, reduce, and write issue and report in one go.",
     epilog=epilog(
         {
@@ -73,7 +74,8 @@ def command(words: tuple[str, ...], demo: bool, **values: Any) -> None:
     """
     dump = Path(words[0]) if len(words) == 1 and words[0].endswith(".pt") else None
     _check(words, dump, demo, values)
-    values = {**values, "no_prove": True}
+    said = "sdpa-repro diagnose --demo" if demo else capturing.command_line(values, "diagnose", "out")
+    values = {**values, "no_prove": True, "command": said}
     plan = None
     if demo:
         from sdpa_repro.diagnosing.demo import DEMO_PAD, demo_plan
@@ -100,7 +102,14 @@ def _check(words: Sequence[str], dump: Path | None, demo: bool, values: dict[str
         from sdpa_repro.dump import load
 
         load(dump)
-    elif not words:
+    elif words:
+        from sdpa_repro.capturing.script import command_of
+
+        folder = Path(words[0])
+        if folder.is_dir() and not (folder / "__main__.py").is_file() and any(folder.glob("*.pt")):
+            raise InputError(f"{folder} is a folder: give one of the dumps in it")
+        command_of(words)
+    else:
         build_options(**{name: values.get(name) for name in NAMES})
 
 
@@ -245,7 +254,7 @@ def _worked_out(case: Case, found: Found, worker: Worker, view: View) -> None:
     if case.interrupted():
         raise KeyboardInterrupt
     text.show(found, view, text.print_reduced)
-    found.published = published(case, replay, found.reduced, worker)
+    found.published = published(case, replay, found.reduced, worker, found.explanation)
     text.show(found, view, text.print_published)
 
 

@@ -13,7 +13,7 @@ from sdpa_repro.cli import issue as issuing
 from sdpa_repro.cli import output
 from sdpa_repro.cli import replay as replaying
 from sdpa_repro.cli.live import View
-from sdpa_repro.cli.model_options import NAMES
+from sdpa_repro.cli.model_options import model_words
 
 if TYPE_CHECKING:
     from sdpa_repro.diagnosing.chain import Located, Reduced
@@ -131,6 +131,9 @@ def print_verdict(found: Found) -> None:
     output.answer(output.clean(headline(found.replay, found.stop)))
     if found.advice:
         output.line(output.clean(found.advice))
+    script = found.report["script"] if found.report is not None else None
+    for line in capturing.script_lines(script) if script is not None else []:
+        output.line(output.clean(line))
     output.line()
     if found.report is not None:
         _print_calls(found.report)
@@ -223,37 +226,22 @@ def next_command(found: Found) -> str:
     from sdpa_repro.diagnosing.stopping import Stop, fixed
 
     made, replay = found.published, found.replay
-    again = [word for each in found.values["preload"] for word in ("--preload", each)]
+    again = [word for each in found.values["preload"] for word in ("--preload", str(each))]
     if made is not None and made.script is not None and made.issue is not None:
         if found.plan is not None and found.plan.preload:
             return output.shell("cat", made.issue)
-        return output.shell("python", "-I", made.script)
+        return issuing.try_script(made.script, again)
     if found.stop is Stop.KNOWN_FIXED and replay is not None:
         known = fixed(replay)
         assert known is not None
         return output.shell("pip", "install", "--upgrade", f"torch>={known.fixed_in}")
     if found.located is not None or (found.stop is Stop.HEALTHY and found.report is not None and not found.words):
-        return output.shell("sdpa-repro", "locate", *_model_words(found.values), *again)
+        return output.shell("sdpa-repro", "locate", *model_words(found.values), *again)
     if found.stop is Stop.HEALTHY and found.words:
         return output.shell("sdpa-repro", "locate", "--help")
     if found.explanation is not None and found.explanation.backend is not None:
         return output.shell("sdpa-repro", "issue", found.dump, *again)
     return output.shell("sdpa-repro", "show", found.dump)
-
-
-def _model_words(values: Mapping[str, Any]) -> list[object]:
-    """The model options that were given, as words of a command line."""
-    said: list[object] = []
-    for name in NAMES:
-        value = values.get(name)
-        flag = "--" + {"images": "image"}.get(name, name.rstrip("_").replace("_", "-"))
-        if value is True:
-            said.append(flag)
-        elif isinstance(value, tuple):
-            said += [word for each in value for word in (flag, each)]
-        elif value not in (None, False):
-            said += [flag, value]
-    return said
 
 
 def write_result(found: Found) -> None:

@@ -24,7 +24,7 @@ from sdpa_repro.cli.epilog import epilog
 @click.option(
     "--rule",
     type=click.Path(path_type=Path),
-    help="Result of explain --json; its conditions decide.  [default: the known issues]",
+    help="Result of explain --json, or result.json of diagnose, to decide.  [default: the known issues]",
 )
 @click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document; the script's stdout goes to stderr.")

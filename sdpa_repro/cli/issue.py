@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,14 @@ def _print(result: Published, path: Path, preload: tuple[Path, ...]) -> None:
         return
     output.line()
     print_files(result)
-    output.next_command(output.shell("python", "-I", result.script))
+    output.next_command(try_script(result.script, again))
+
+
+def try_script(script: Path, preloads: Sequence[str]) -> str:
+    """The command that runs the script; with files preloaded (`--preload FILE …`) where it fails with them alone."""
+    if preloads:
+        return output.shell("sdpa-repro", "versions", script, *preloads)
+    return output.shell("python", "-I", script)
 
 
 def print_files(result: Published) -> None:

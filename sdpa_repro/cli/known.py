@@ -153,9 +153,11 @@ def _environment() -> dict[str, Any]:
 
 def _where() -> str:
     """Torch, its path and the device, in one line that can be shared."""
+    from sdpa_repro.environment import torch_folder
+
     facts = _environment()
     device = facts.get("gpu") or f"CPU ({facts.get('cpu') or 'unknown'})"
-    return f"torch {facts['torch']} at {facts['torch_path']}, {device}, {facts['platform']}"
+    return f"torch {facts['torch']} at {torch_folder()}, {device}, {facts['platform']}"
 
 
 def _short(backend: str) -> str:

@@ -10,14 +10,14 @@ import click
 
 from sdpa_repro.cli import output
 from sdpa_repro.cli.epilog import epilog
-from sdpa_repro.cli.model_options import NAMES, build_options, model_options
+from sdpa_repro.cli.model_options import NAMES, build_options, model_options, model_words
 from sdpa_repro.errors import InputError
 
 if TYPE_CHECKING:
     from sdpa_repro.locating.locate import Located
     from sdpa_repro.locating.sweep import Row, Sweep
 
-HEADERS = ("total", "mod 32", "padding", "batch", "path", "max |Δ|", "mean |Δ|", "next token", "top 5", "")
+HEADERS = ("total", "mod 32", "padding", "batch", "path", "max |Δ|", "mean |Δ|", "next token", "top 5", "remark")
 LISTED = 12
 """Most flagged rows of the default path in the table."""
 FEW = 4
@@ -252,9 +252,9 @@ def rule_lines(found: Located) -> list[str]:
 
 
 def _next(found: Located, preload: Sequence[Path], values: dict[str, Any]) -> str:
-    """Diagnose the dump; without one go on from what is known."""
+    """Diagnose the dump; without one see what else has to hold for the same model and prompt."""
     again = [word for each in preload for word in ("--preload", each)]
     dump = found.stages.dump if found.stages is not None else None
     if dump is not None:
         return output.shell("sdpa-repro", "diagnose", dump, *again)
-    return output.shell("sdpa-repro", "locate", "--help")
+    return output.shell("sdpa-repro", "verify", *model_words(values), *again)

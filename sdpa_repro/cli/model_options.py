@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -97,6 +97,17 @@ def given(**values: Any) -> list[str]:
     """The model options that were given, by parameter name: none may go with a script or a dump."""
     absent: tuple[Any, ...] = (None, False, ())
     return [name for name in NAMES if not any(values.get(name) is nothing for nothing in absent)]
+
+
+def model_words(values: Mapping[str, Any]) -> list[object]:
+    """The model options that were given, as words of a command line that gives them again."""
+    said: list[object] = []
+    for name in given(**values):
+        value = values[name]
+        flag = "--" + {"images": "image"}.get(name, name.rstrip("_").replace("_", "-"))
+        for each in value if isinstance(value, tuple) else (value,):
+            said += [flag] if each is True else [flag, each]
+    return said
 
 
 def _check_numbers(values: dict[str, Any]) -> None:

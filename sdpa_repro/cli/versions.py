@@ -22,7 +22,11 @@ COLOURS = {"fails": "red", "crashed": "red", "no answer": "red", "passes": "gree
     name="versions",
     short_help="Run a script or a dump under other releases of torch: one table.",
     epilog=epilog(
-        {0: "it fails in no environment", 1: "it fails in some", 2: "bad usage, or nothing could be run"},
+        {
+            0: "it fails in no environment",
+            1: "it fails in some",
+            2: "bad usage, nothing could be run, or not in an environment that was asked for",
+        },
         "sdpa-repro versions report/repro.py --torch 2.13.0 --torch 2.14.1 --issue report",
         "sdpa-repro versions report/repro.py -o h100.json      on another machine",
         "sdpa-repro versions report/repro.py --results h100.json --issue report",
@@ -63,7 +67,7 @@ def command(path: Path, target: Path | None, issue: Path | None, as_json: bool, 
 
     if target is not None:
         check_target(target)
-    found_issue = _issue(path, issue)
+    found_issue = _issue(path, issue, options)
     try:
         result = versions(path, progress=output.progress, **options)
     except Interrupted as stop:
@@ -75,9 +79,9 @@ def command(path: Path, target: Path | None, issue: Path | None, as_json: bool, 
     raise SystemExit(result.exit_status)
 
 
-def _issue(path: Path, given: Path | None) -> Path | None:
+def _issue(path: Path, given: Path | None, options: dict[str, Any]) -> Path | None:
     """The issue to update, checked before anything runs; None when none was named."""
-    from sdpa_repro.publishing.issue_table import check_issue, issue_beside
+    from sdpa_repro.publishing.issue_table import check_issue, check_preloads, issue_beside
     from sdpa_repro.publishing.version_runs import subject
 
     if given is None:
@@ -87,8 +91,17 @@ def _issue(path: Path, given: Path | None) -> Path | None:
         raise click.UsageError("--issue is for a script: an issue shows what the script in it gave")
     found = issue_beside(path, given)
     assert found is not None
-    check_issue(found, text)
+    check_preloads(found, check_issue(found, text), _planted(options))
     return found
+
+
+def _planted(options: dict[str, Any]) -> bool:
+    """Whether files run first; where nothing is run, what the results of other runs say."""
+    from sdpa_repro.publishing.version_results import read_results
+
+    if options["with_here"] or options["torch"] or options["python"]:
+        return bool(options["preload"])
+    return any(row.planted for name in options["results"] for row in read_results(name)[1])
 
 
 def _tell(
@@ -128,15 +141,18 @@ def _print(result: Versions) -> None:
 
 def _next(result: Versions, target: Path | None, updated: Path | None, options: dict[str, Any]) -> str:
     """Post it, put it into the issue, or write one."""
-    from sdpa_repro.publishing.issue_table import issue_beside
+    from sdpa_repro.publishing.issue_table import fits, issue_beside
 
     path = result.subject.path
     if result.subject.text is None:
         return output.shell("sdpa-repro", "issue", path, *_repeated("--preload", options["preload"]))
     if updated is not None:
         return output.shell("cat", updated)
-    if issue_beside(path) is None:
+    beside = issue_beside(path)
+    if beside is None:
         return output.shell("python", "-I", path)
+    if not fits(beside, result.subject.text, any(row.planted for row in result.rows) or bool(options["preload"])):
+        return output.shell("cat", beside)
     words: list[object] = ["sdpa-repro", "versions", path, "--issue", path.parent]
     if target is not None:
         return output.shell(*words, "--no-here", "--results", target)

@@ -139,8 +139,13 @@ def reduced(case: Case, result: Replay) -> Reduced:
     )
 
 
-def published(case: Case, result: Replay, small: Reduced, worker: Worker | None = None) -> Published:
-    """Script and issue about the small call, and how the script ended in a process of its own. worker: as above."""
+def published(
+    case: Case, result: Replay, small: Reduced, worker: Worker | None = None, told: Explanation | None = None
+) -> Published:
+    """Script and issue about the small call, and how the script ended in a process of its own. worker: as above.
+
+    told: why the captured call fails, for what does not hold of the small one.
+    """
 
     def work() -> Published:
         return publish(
@@ -153,13 +158,14 @@ def published(case: Case, result: Replay, small: Reduced, worker: Worker | None 
             force=True,
             replayed=result,
             reduction=small.document or None,
+            captured=told.document() if told is not None else None,
             worker=worker,
             progress=case.stages.say,
         )
 
     return case.stages.run(
         "issue",
-        [*case.searched, small.sentence],
+        [*case.searched, small.sentence, told.cause if told is not None else None],
         Published,
         work,
         words=lambda found: "repro.py fails as it should" if found.run and found.run.fails else "written",

@@ -69,7 +69,7 @@ def command_key(words: Sequence[str], values: Mapping[str, Any]) -> str:
 
 def surroundings(preload: Sequence[str | Path]) -> dict[str, Any]:
     """What surrounds every stage: versions, the GPU, the preloads by hash. Raises InputError for a missing preload."""
-    place = {name: value for name, value in software().items() if name not in ("torch_path", "platform")}
+    place = {name: value for name, value in software().items() if name != "platform"}
     return {"sdpa_repro": VERSION, "preload": preload_records([Path(path) for path in preload]), **place}
 
 

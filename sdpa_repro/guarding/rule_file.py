@@ -27,7 +27,9 @@ from sdpa_repro.situation import Answer, affected
 from sdpa_repro.switches import dtype_name
 
 LARGEST_FILE = 16 << 20
-SCHEMA = "explain"
+SCHEMAS = ("explain", "diagnose")
+"""`diagnose` writes the keys of `explain` among its own into `result.json`."""
+
 NEWEST_SCHEMA = 1
 
 
@@ -185,7 +187,7 @@ _FACTORS: Mapping[str, Callable[[Look], bool]] = MappingProxyType(
 
 
 def _document(path: Path) -> dict[str, Any]:
-    hint = "give what `sdpa-repro explain --json DUMP` printed"
+    hint = "give what `sdpa-repro explain --json DUMP` printed, or result.json of diagnose"
     try:
         with path.open("rb") as file:
             text = file.read(LARGEST_FILE + 1)
@@ -197,8 +199,8 @@ def _document(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path.name} is no JSON document; {hint}") from error
     schema = found.get("schema") if isinstance(found, dict) else None
-    if not isinstance(schema, dict) or schema.get("name") != SCHEMA:
-        raise InputError(f"{path.name} is no result of explain; {hint}")
+    if not isinstance(schema, dict) or schema.get("name") not in SCHEMAS:
+        raise InputError(f"{path.name} is no result of explain or diagnose; {hint}")
     version = schema.get("version")
     if type(version) is not int or version > NEWEST_SCHEMA:
         raise InputError(f"{path.name} was written by a newer sdpa-repro: upgrade, or run explain again")

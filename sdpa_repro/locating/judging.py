@@ -161,4 +161,6 @@ def compared(row: Row, plain: Tensor, against: str) -> Row:
 
 
 def _top(logits: Tensor) -> tuple[int, ...]:
-    return tuple(logits.topk(min(TOP, logits.shape[-1])).indices.tolist())
+    """The likeliest tokens of logits (V,); of equal ones the smallest id first, as `argmax` has it, not `topk`."""
+    order = logits.sort(descending=True, stable=True).indices
+    return tuple(order[:TOP].tolist())

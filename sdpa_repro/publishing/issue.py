@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sdpa_repro.attention import AttentionCall, is_rule, viewed_once
 from sdpa_repro.errors import InputError
 from sdpa_repro.mask import describe
-from sdpa_repro.publishing import wording
+from sdpa_repro.publishing import scope, wording
 from sdpa_repro.publishing.escaping import block, code, one_line, prose
 from sdpa_repro.publishing.limit import errors_in
 from sdpa_repro.publishing.running import ScriptRun
@@ -21,6 +22,9 @@ from sdpa_repro.publishing.story import Story
 from sdpa_repro.publishing.versions import columns, markdown, table
 from sdpa_repro.replaying.reference import reference
 from sdpa_repro.switches import dtype_name
+
+PRELOADED_BEFORE = "before the runs below"
+"""In the banner about preloaded files: they ran here, too, and not only at capture."""
 
 TEMPLATE = Path(__file__).parent / "templates" / "issue.md.j2"
 
@@ -32,7 +36,8 @@ class Report:
     call: the one in `script`. explanation, reduction, replay: documents of these verbs, `replay` of the same call;
     any may be empty. origin, environment, captured_with: of the dump, untrusted. preloaded: files that ran first.
     versions: results from other releases (`torch`, `results` by backend). machine: what `collect_env` says. command:
-    what writes this issue again. inline, stored: arguments whose values are not in closed form.
+    what writes this issue again. inline, stored: arguments whose values are not in closed form. result: what `call`
+    gave when it failed. captured, captured_explanation: the call that was reduced to `call`, and what is known of it.
     """
 
     call: AttentionCall
@@ -51,6 +56,9 @@ class Report:
     command: str = ""
     inline: tuple[str, ...] = ()
     stored: tuple[str, ...] = ()
+    result: Tensor | None = None
+    captured: AttentionCall | None = None
+    captured_explanation: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def emulated(self) -> bool:
@@ -119,6 +127,7 @@ def fields(report: Report) -> dict[str, Any]:
         "device": story.device,
         "cause": prose(story.cause),
         "rows": _rows(report),
+        "lengths_more": scope.lengths(report.explanation)[1],
         "why": why(report),
         "inputs": inputs(report.call, report.replay, story),
         "note": _note(report),
@@ -129,8 +138,13 @@ def fields(report: Report) -> dict[str, Any]:
         "versions": versions,
         "backends": columns(versions),
         "versions_table": markdown(versions),
-        "workarounds": wording.workarounds(report.explanation),
-        "found_in": found_in(report.origin, report.environment),
+        "workarounds": wording.workarounds(
+            report.explanation,
+            lambda line: scope.workaround_note(
+                line, report.captured_explanation, reduced=report.captured is not None or bool(report.reduction)
+            ),
+        ),
+        "found_in": found_in(report.origin, report.environment, report.captured),
         "command": code(report.command),
         "made_with": f"Written by {code(report.command)} from a captured call." if report.command else "",
         "assistance": (
@@ -150,7 +164,8 @@ def _rows(report: Report) -> list[tuple[str, str]]:
         ("needed", _listed(wording.needed(explained, report.call))),
         ("not needed", _listed(wording.not_needed(explained, report.reduction))),
         ("not tested", _listed(wording.not_tested(explained))),
-        ("lengths tried", wording.lengths(explained)),
+        ("length rule", scope.length_scope(report.call, explained, report.captured, report.captured_explanation)),
+        ("lengths tried", scope.lengths(explained)[0]),
         ("what it computes", wording.computes(explained)),
         ("wrong rows", wording.wrong_rows(cell, report.call.query.shape[-2], report.call.query.shape[-3])),
     ]
@@ -193,7 +208,8 @@ def why(report: Report) -> str:
         text += "."
     elif wrong is not None:
         text += f" {story.backend} {_off(wrong)}."
-    return text
+    worst = scope.worst_element(report.call, report.result, wrong)
+    return text + (f" The worst of its output is {worst}." if worst else "")
 
 
 def _off(error: float) -> str:
@@ -280,15 +296,15 @@ def _preloaded(report: Report) -> str:
         str(item.get("name")): str(item.get("sha256", ""))[:12] for item in (*report.captured_with, *report.preloaded)
     }
     listed = ", ".join(f"{code(name, longest=60)} (sha256 {code(digest)})" for name, digest in files.items())
-    when = "before the runs below" if report.preloaded else "when the call was captured"
+    when = PRELOADED_BEFORE if report.preloaded else "when the call was captured"
     return (
         f"Not a finding about PyTorch alone: {listed} was loaded {when}. If that file plants a fault, this report "
         "shows the planted fault: do not post it."
     )
 
 
-def found_in(origin: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
-    """Where the call came from: phase, model, module, padding; and the machine, where that is another one."""
+def found_in(origin: Mapping[str, Any], environment: Mapping[str, Any], captured: AttentionCall | None = None) -> str:
+    """Where the call came from: phase, model, module, padding; the machine, where that is another one; its layout."""
     words = []
     phase = origin.get("phase") if origin.get("phase") in ("prefill", "decode") else None
     model = _model(origin.get("model"))
@@ -304,7 +320,10 @@ def found_in(origin: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
     if recorded and recorded != torch.__version__:
         text += f"{'; c' if text else 'C'}aptured with torch {code(recorded, longest=40)}"
         text += f" on {code(gpu, longest=60)}" if gpu else ""
-    return text + "." if text else ""
+    text += "." if text else ""
+    if captured is not None:
+        text += f"{' ' if text else ''}The captured call: {scope.layout(captured)}."
+    return text
 
 
 def _model(name: Any) -> str:

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from sdpa_repro.errors import InputError
 from sdpa_repro.publishing import files
+from sdpa_repro.publishing.issue import PRELOADED_BEFORE
 from sdpa_repro.publishing.version_row import Row
 from sdpa_repro.publishing.version_table import issue_rows
 from sdpa_repro.publishing.versions import markdown, table
 
 _HEAD = re.compile(r"\| torch \|( [A-Za-z_]+ \|)+")
 _FENCE = re.compile("(`{3,})")
+_PRELOADED = re.compile(r"`+ ?([^`]+?) ?`+ \(sha256 ")
 LARGEST = 4 << 20
 """Bytes of an issue; GitHub takes 64 KiB."""
 
@@ -40,6 +42,30 @@ def check_issue(path: Path, script: str) -> str:
     if _place(text.split("\n")) is None:
         raise InputError(f"--issue {path}: it has no table of versions and no line 'Expected: …' to put one after")
     return text
+
+
+def check_preloads(path: Path, text: str, planted: bool) -> None:
+    """Raise InputError where the issue was made with files preloaded and the new rows are not, or the reverse.
+
+    text: of the issue at `path`. planted: whether files run before the new rows.
+    """
+    banner = next((line for line in text.split("\n") if line.startswith("> ") and PRELOADED_BEFORE in line), "")
+    if banner and not planted:
+        names = " ".join(f"--preload {name}" for name in _PRELOADED.findall(banner)) or "--preload FILE"
+        raise InputError(f"--issue {path}: its runs had files preloaded, this table would contradict it; add {names}")
+    if planted and not banner:
+        raise InputError(
+            f"--issue {path}: its runs had nothing preloaded, this table would contradict it; leave --preload out"
+        )
+
+
+def fits(path: Path, script: str, planted: bool) -> bool:
+    """Whether the issue holds this script and its runs were made with files preloaded just as the new rows were."""
+    try:
+        check_preloads(path, check_issue(path, script), planted)
+    except InputError:
+        return False
+    return True
 
 
 def with_rows(text: str, rows: Sequence[Row]) -> str:

@@ -57,6 +57,7 @@ def publish(
     replayed: Replay | None = None,
     reduction: Mapping[str, Any] | None = None,
     worker: Worker | None = None,
+    captured: Mapping[str, Any] | None = None,
 ) -> Published:
     """Reduce and explain the dump's call, write `repro.py` and `issue.md` into `folder`, and run the script.
 
@@ -64,7 +65,8 @@ def publish(
     seconds for reducing and explaining together. explanation: the document of an `explain` that was already made.
     results: files that `versions` wrote, about this dump or about the script that is written here. replayed, reduction:
     a replay of the captured dtype, and the document of a `reduce_dump`, that were already made. worker: one with the
-    preloads to replay in, left running.
+    preloads to replay in, left running. captured: the document of an `explain` of the dump itself; `explanation` is
+    about the call that is published, the reduced one.
     Nothing is written when no backend fails, and `exit_status` is that of the verdict; else 1 when the script fails
     as it should, 3 when it does not. Raises InputError for bad input, for files that would be overwritten without
     `force`, for a bad template.
@@ -94,6 +96,7 @@ def publish(
         say,
         tried,
         worker,
+        captured or {},
     )
     with tempfile.TemporaryDirectory(prefix="sdpa-repro-") as scratch, interrupts() as pressed:
         case = _reduced(options, seen, Path(scratch), reduction)
@@ -122,6 +125,8 @@ class _Options:
     tried: tuple[tuple[str, str, list[Row]], ...] = ()
     """Of each file of results: its name, the sha256 of what was run, the rows."""
     worker: Worker | None = None
+    captured: Mapping[str, Any] = field(default_factory=dict)
+    """An explanation of the captured call, or empty."""
 
     @property
     def half(self) -> float | None:
@@ -227,6 +232,9 @@ def _written(options: _Options, case: _Case) -> Published:
         command=_command(options),
         inline=tensors.inline,
         stored=tensors.stored,
+        result=dump.output,
+        captured=original.call if case.reduction else None,
+        captured_explanation=options.captured,
     )
     contents: dict[str, str | bytes] = {files.SCRIPT: made.text, files.ISSUE: issue(report, options.template)}
     notes = (*case.notes, *left_out)

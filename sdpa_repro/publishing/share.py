@@ -7,7 +7,7 @@ without which there is no failure.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -34,6 +34,9 @@ ORIGIN = ("phase", "call_index", "calls", "total_length", "padding")
 """Plain numbers and words about the call that say nothing about who made it."""
 
 ENVIRONMENT = ("python", "torch", "torch_git", "cuda", "hip", "cudnn", "gpu", "capability", "driver", "cpu")
+LIVE = ("ran", "status", "max_abs", "threshold", "ratio", "rows", "wrong_rows")
+"""What a copy keeps of the live check: numbers, and words of this program's own."""
+
 TRIES = 3
 """Seeds that are tried for a set of tensors."""
 
@@ -113,7 +116,8 @@ def share(
     closed = () if seeded else tuple(recipes_of(dump))
     real = tuple(name for name in VALUES if name not in seeded and name not in closed)
     kept = tuple(document["origin"])
-    return Shared(output, _sentence(seen, real, seeded), real, tuple(seeded), kept, seen)
+    shown = result is not None and result.fails
+    return Shared(output, _sentence(shown, real, seeded, dump.preloaded), real, tuple(seeded), kept, seen)
 
 
 def _check_output(path: Path, output: Path, force: bool) -> None:
@@ -185,12 +189,13 @@ def _document(
     keep_names: bool,
 ) -> dict[str, Any]:
     """The new dump: scrubbed, with the output and the live check of the last trial."""
-    words = (*NAMES, *ORIGIN) if keep_names else ORIGIN
-    origin = {name: dump.origin[name] for name in words if dump.origin.get(name) is not None}
+    names = (*NAMES, *ORIGIN) if keep_names else ORIGIN
+    origin = {name: dump.origin[name] for name in names if dump.origin.get(name) is not None}
     if seeded:
         origin["values"] = f"seeded normal in {_and(seeded)}"
     context = {**dump.context, "layout": environment.memory_layout(call)}
-    live = None if dump.live is None else {"ran": dump.live.get("ran")}
+    words = ("ran",) if seeded else LIVE
+    live = None if dump.live is None else {name: dump.live[name] for name in words if name in dump.live}
     output = None if seeded else dump.output
     if result is not None and result.checked is not None:
         checked = result.checked
@@ -216,15 +221,20 @@ def _document(
     )
 
 
-def _sentence(seen: Replay, real: Sequence[str], seeded: Sequence[str]) -> str:
-    """The answer: what is inside, and what it says about the input."""
+def _sentence(
+    shown: bool, real: Sequence[str], seeded: Sequence[str], captured_with: Sequence[Mapping[str, str]]
+) -> str:
+    """The answer: what is inside, what it says about the input, and whether it was seen to fail here."""
     rest = "sizes, layout and mask are as captured"
+    files = " ".join(f"--preload {record.get('name')}" for record in captured_with)
+    again = f" (it was captured with preloaded files: add {files})" if files else ""
     if not real:
         how = "seeded" if seeded else "in closed form"
-        return f"no captured values inside: query, key and value are {how} and the call fails as before; {rest}"
+        fails = "the call fails as before" if shown else f"it is not shown to fail here{again}"
+        return f"no captured values inside: query, key and value are {how} and {fails}; {rest}"
     which = f"{_and(real)} {'holds' if len(real) == 1 else 'hold'} REAL values, which may reveal the input"
-    if seen.verdict is not Verdict.BACKEND_WRONG:
-        return f"{which}: no backend fails here, so nothing shows whether seeded values would do"
+    if not shown:
+        return f"{which}: no backend fails here{again}, so nothing shows whether seeded values would do"
     done = f"; {_and(seeded)} {'is' if len(seeded) == 1 else 'are'} seeded" if seeded else ""
     return f"{which}: the failure needs them{done}; {rest}"
 

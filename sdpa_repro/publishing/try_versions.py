@@ -28,6 +28,8 @@ class Versions:
     subject: Subject
     rows: tuple[Row, ...]
     preloaded: tuple[Mapping[str, str], ...] = ()
+    asked: tuple[str, ...] = ()
+    """Names of the rows that were asked for one by one: releases, interpreters."""
 
     @property
     def sentence(self) -> str:
@@ -36,9 +38,11 @@ class Versions:
 
     @property
     def exit_status(self) -> int:
-        """1 when it fails in some environment, 0 when it passes wherever it ran, 2 when it ran in none."""
+        """1 when it fails in some environment, else 2 when it ran in none or not in one that was asked for, else 0."""
         if any(row.outcome.bad for row in self.rows):
             return 1
+        if any(row.name in self.asked and row.outcome is not Outcome.PASSES for row in self.rows):
+            return 2
         return 0 if any(row.outcome is Outcome.PASSES for row in self.rows) else 2
 
     def document(self) -> dict[str, Any]:
@@ -97,7 +101,11 @@ def versions(
             say(f"{row.name}: {row.outcome.value}" + (f" ({row.reason})" if row.reason else ""))
     except KeyboardInterrupt:
         raise Interrupted(Versions(what, tuple(merged(done, others)), records)) from None
-    return Versions(what, tuple(merged(done, others)), records)
+    return Versions(what, tuple(merged(done, others)), records, _asked(torch, existing_ones))
+
+
+def _asked(torch: Sequence[str], existing_ones: Sequence[Interpreter]) -> tuple[str, ...]:
+    return (*(f"torch {version}" for version in torch), *(one.name for one in existing_ones))
 
 
 def _check(torch: Sequence[str], index_url: str | None, what: Subject, device: str | None, anything: bool) -> None:

@@ -25,6 +25,8 @@ from sdpa_repro.publishing.versions import results_in
 STARTUP_SECONDS = 300.0
 """For importing torch, from a slow disk too."""
 
+PROBE_SECONDS = 60.0
+NO_PYTHON = "not a Python"
 RUNS = 3
 BOOTSTRAP = """\
 import importlib.util, sys
@@ -51,6 +53,7 @@ WORD = {
 
 _HEAD = re.compile(r"^torch (\S{1,60}) on (\w{1,20})", re.MULTILINE)
 _ORDER = re.compile(r"^ *for name in \(([^)]*)\):$", re.MULTILINE)
+_PYTHONS_WORDS = re.compile(r"^\w+(Error|Exception)\b|is not installed there")
 _BESIDE = re.compile(r"with_name\(([\"'])([^\"'/\\]+)\1\)")
 
 
@@ -122,7 +125,24 @@ def run_in(
         row = row_of(run, what.text)
         facts, _ = _child(interpreter.python, {"dump": None}, STARTUP_SECONDS)
         row = replace(row, machine={**machine_of(facts), **row.machine})
+    silent = not row.results and not row.machine and not _PYTHONS_WORDS.search(row.reason)
+    if silent and not is_python(interpreter.python):
+        row = Row("", Outcome.ERROR, reason=NO_PYTHON)
     return replace(row, name=interpreter.name, planted=planted)
+
+
+def is_python(program: str) -> bool:
+    """Whether a program does what Python does with `-I -c`."""
+    try:
+        done = subprocess.run(
+            [program, "-I", "-c", "import sys; print(sys.version_info[0] == 3)"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PROBE_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.stdout.strip() == b"True"
 
 
 def row_of(run: ScriptRun, text: str) -> Row:

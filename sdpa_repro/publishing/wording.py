@@ -6,7 +6,7 @@ Everything here returns Markdown. Every key of a document may be missing or None
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from sdpa_repro.attention import AttentionCall
@@ -124,20 +124,6 @@ def factor_words(factor: str) -> str:
     return next((known.words for known in FACTORS if known.id == factor), one_line(factor, 60))
 
 
-def lengths(explanation: Mapping[str, Any]) -> str:
-    """Counts of the lengths that were tried, and how the held-out ones came out."""
-    rule = mapping(explanation.get("length_rule"))
-    words = [text for text in texts(rule.get("words")) if not text.startswith("fails when ")]
-    if words:
-        return "; ".join(prose(text) for text in words)
-    if not rule.get("rule") or rule.get("fails") is None:
-        return ""
-    text = f"{rule.get('fails')} that fail and {rule.get('passes')} that pass, all as {rule['rule']} says"
-    if rule.get("held_out"):
-        text += f"; {rule['held_out']} of them were held out of the fit"
-    return prose(text)
-
-
 def computes(explanation: Mapping[str, Any]) -> str:
     """What the kernel computed instead."""
     sentence = mapping(explanation.get("hypothesis")).get("sentence")
@@ -172,12 +158,13 @@ def _indices(listed: Any) -> tuple[str, int]:
     return text + ", …" * (len(joined) > 8), sum(last - first + 1 for first, last in joined)
 
 
-def workarounds(explanation: Mapping[str, Any]) -> list[str]:
-    """What helps, those first that were tried on this very call."""
+def workarounds(explanation: Mapping[str, Any], note: Callable[[str], str] = lambda line: "") -> list[str]:
+    """What helps, those first that were tried on this very call. note: what limits a line, in brackets."""
     found = [mapping(item) for item in explanation.get("workarounds") or ()]
     found.sort(key=lambda item: item.get("verified") is not True)
     return [
         f"{prose(item.get('words', ''))}: {code(item.get('line', ''))}"
+        + note(str(item.get("line")))
         + ("" if item.get("verified") is True else " (not tried here)")
         for item in found
         if item.get("line")

@@ -267,6 +267,8 @@ def test_missing_scripts_and_preloads_are_refused_before_anything_runs(tmp_path:
         run_script([str(path)], tmp_path, Options(), preload=[tmp_path / "missing.py"])
     with pytest.raises(InputError, match="nothing to run"):
         run_script([], tmp_path, Options())
+    with pytest.raises(InputError, match=r"folder without a __main__\.py"):
+        run_script([str(tmp_path)], tmp_path, Options())
     with pytest.raises(InputError, match="name is empty"):
         run_script([""], tmp_path, Options())
     with pytest.raises(InputError, match="hook"):

@@ -159,6 +159,8 @@ def test_a_script_that_fails_before_any_call_gives_its_own_status(tmp_path: Path
     ("words", "said"),
     [
         (["--", "missing.py"], "no script or program 'missing.py'"),
+        (["--"], "nothing to run after --"),
+        (["--", "tests"], "tests is a folder without a __main__.py"),
         (["--model", "x", "--", "script.py"], "--model does not go with a script"),
         (["--max-bytes", "much"], "is no size"),
         (["--pad", "7", "--total-length", "9"], "give one of them"),
@@ -203,6 +205,11 @@ def test_the_recorded_command_names_options_but_no_values() -> None:
         "no_check": True,
     }
     assert command_line(values) == "sdpa-repro capture --prompt --image --no-check"
+
+
+def test_the_recorded_command_is_that_of_the_verb_that_was_used() -> None:
+    values = {"out": Path("out"), "preload": (Path("secret.py"),), "phase": "all", "fresh": True}
+    assert command_line(values, "diagnose", "out") == "sdpa-repro diagnose --preload --fresh"
 
 
 def call(index: int, status: str, ratio: float, kept: str | None = None, rank: int | None = None) -> dict[str, Any]:

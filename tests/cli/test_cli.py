@@ -98,6 +98,19 @@ def test_bad_usage_is_one_line_and_status_2(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("word", "said"), [("replya", "Did you mean 'replay'?"), ("diag", "Did you mean 'diagnose'?"), ("frobnicate", None)]
+)
+def test_a_mistyped_verb_is_told_which_one_is_like_it(
+    word: str, said: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([word, "x.pt"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: No such command {word!r}. ")
+    assert ("Did you mean" in error) is (said is not None)
+    assert said is None or said in error
+
+
+@pytest.mark.parametrize(
     ("error", "status", "line"),
     [
         (InputError("x.pt is empty: capture it again"), 2, "error: x.pt is empty: capture it again"),

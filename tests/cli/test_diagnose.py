@@ -108,7 +108,7 @@ def test_a_killed_run_of_a_script_goes_on_and_without_the_fault_it_is_clean(tmp_
     wrong = run(tmp_path, *words)
     assert wrong.returncode == 1, wrong.stderr
     assert wrong.stdout.startswith("FLASH_ATTENTION is wrong in query row 32 of 4 heads; known: pytorch#191937")
-    assert wrong.stdout.splitlines()[-1] == "next: python -I out/failing/repro.py"
+    assert wrong.stdout.splitlines()[-1].endswith(f"versions out/failing/repro.py --preload {FAULT}")
     assert names(folder) >= EVERYTHING
     reused = {stage["name"] for stage in result_of(folder)["stages"] if stage["reused"]}
     assert {"capture", "replay"} <= reused or killed.returncode != -signal.SIGKILL
@@ -138,7 +138,9 @@ def test_a_healthy_dump_is_one_json_document_and_writes_nothing_but_the_result(t
 @pytest.mark.slow
 def test_a_script_that_fails_keeps_its_status(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(SCRIPT + "\nraise SystemExit(7)\n")
-    assert run(tmp_path, "--", "failing.py").returncode == 7
+    done = run(tmp_path, "--", "failing.py")
+    assert done.returncode == 7
+    assert "the script itself failed: exit status 7" in done.stdout.splitlines()
 
 
 @pytest.fixture
@@ -277,6 +279,21 @@ def test_a_folder_that_cannot_be_made_is_one_line(dump: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
+    ("name", "said"),
+    [("x.pt", "error: dumps is a folder: give one of the dumps in it"), ("x.py", "error: dumps is a folder without ")],
+)
+def test_a_folder_is_one_line_that_says_what_to_give_instead(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dumps").mkdir()
+    (tmp_path / "dumps" / name).touch()
+    assert main(["diagnose", "dumps"]) == 2
+    assert capsys.readouterr().err.startswith(said)
+    assert [path.name for path in tmp_path.iterdir()] == ["dumps"]
+
+
+@pytest.mark.parametrize(
     "words",
     [
         ["--demo", "--pad", "3"],
@@ -285,6 +302,8 @@ def test_a_folder_that_cannot_be_made_is_one_line(dump: Path, capsys: pytest.Cap
         ["none.pt"],
         ["--issue", "--no-issue"],
         ["--locate", "--", "s.py"],
+        ["--"],
+        ["--", "missing.py"],
     ],
 )
 def test_options_that_do_not_go_together_are_one_line_and_status_2(

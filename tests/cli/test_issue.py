@@ -10,6 +10,7 @@ import pytest
 
 from sdpa_repro import cli
 from sdpa_repro.cli import main
+from sdpa_repro.cli.issue import try_script
 from sdpa_repro.publishing import publish as chain
 from tests.faults import emulation
 from tests.publishing.calls import FAULTS
@@ -41,7 +42,7 @@ def test_the_answer_comes_first_and_the_next_command_last(tmp_path: Path, capsys
     assert f"issue   {folder}/issue.md" in lines
     assert any(line.startswith("title   SDPA FLASH_ATTENTION (CPU, with files preloaded): is wrong") for line in lines)
     assert "preloaded: pytorch_191937.py: if that file plants a fault, do not post this" in lines
-    assert lines[-1] == f"next: python -I {folder}/repro.py"
+    assert lines[-1].endswith(f" versions {folder}/repro.py --preload {FAULT}")
     assert "running repro.py in a fresh process" in printed.err
     again = main(["issue", str(path), "-o", str(folder), "--no-reduce", "--no-explain", "--preload", FAULT])
     assert again == 2
@@ -70,6 +71,11 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert found["files"]["issue"].endswith("x.issue/issue.md")
     assert found["known"][0]["issue"] == "pytorch#191937"
     assert found["preloaded"][0]["name"] == "pytorch_191937.py"
+
+
+def test_the_script_is_tried_with_what_it_needs_to_fail() -> None:
+    assert try_script(Path("out/repro.py"), []) == "python -I out/repro.py"
+    assert try_script(Path("out/repro.py"), ["--preload", "f.py"]).endswith(" versions out/repro.py --preload f.py")
 
 
 def test_a_missing_dump_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

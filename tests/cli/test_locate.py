@@ -23,7 +23,7 @@ def test_the_planted_fault_is_told_first_and_its_dump_last(tmp_path: Path, capfd
     lines = out.splitlines()
     assert lines[0].startswith("SDPA backend: FLASH_ATTENTION in model.language_model.layers.0.self_attn")
     assert "row 288" in lines[0]
-    assert any(line.startswith("preloaded pytorch_191937.py") for line in lines[:3])
+    assert lines[0].endswith(" (preloaded: pytorch_191937.py)")
     assert "1 of 2 total lengths (282, 289) wrong: 289" in lines
     (dump,) = tmp_path.glob("*.pt")
     assert lines[-1].endswith(f"diagnose {dump} --preload {FAULT}")
@@ -50,6 +50,8 @@ def test_a_healthy_model_is_said_to_be_healthy(tmp_path: Path, capfd: Captured) 
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("nothing beyond dtype noise")
     assert lines[-1].startswith("next: ")
+    assert lines[-1].endswith("verify --pad 1 --padding-side right --device cpu --layers 1 --text-only")
+    assert any(line.endswith("remark") for line in lines)
     assert not list(tmp_path.iterdir())
 
 

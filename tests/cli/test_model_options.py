@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from sdpa_repro.capturing.options import PrefillOptions
-from sdpa_repro.cli.model_options import NAMES, build_options, given, model_options
+from sdpa_repro.cli.model_options import NAMES, build_options, given, model_options, model_words
 from sdpa_repro.errors import InputError
 
 
@@ -81,6 +81,12 @@ def test_what_was_given_is_known_by_name() -> None:
 def test_options_that_contradict_each_other_are_one_line(words: str, complaint: str) -> None:
     with pytest.raises(InputError, match=complaint):
         build_options(**parse(*words.split()))
+
+
+def test_what_was_given_can_be_given_again() -> None:
+    words = ("--model", "x", "--image", "a.png", "--image", "b.png", "--pad", "0", "--random-weights")
+    assert model_words(parse(*words)) == ["--model", "x", "--image", "a.png", "--image", "b.png", "--pad", 0, words[-1]]
+    assert model_words({}) == []
 
 
 def test_importing_the_options_imports_neither_torch_nor_transformers() -> None:

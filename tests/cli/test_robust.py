@@ -21,7 +21,7 @@ import torch
 
 from sdpa_repro import cli, dump
 from sdpa_repro.cli import output
-from sdpa_repro.environment import software, without_home
+from sdpa_repro.environment import torch_folder, without_home
 from sdpa_repro.errors import InputError
 from sdpa_repro.explaining.explain import explain
 from sdpa_repro.publishing.facts import recipes_of
@@ -209,7 +209,7 @@ def test_without_a_home_folder_nothing_is_cut_from_a_path(home: str | None, monk
         monkeypatch.setenv("HOME", home)
     said = "RuntimeError: a/b in /opt/torch/x.py, line 3 of //y"
     assert without_home(said) == said
-    assert software("cpu")["torch_path"].endswith("torch")
+    assert torch_folder().endswith("torch")
 
 
 def test_the_home_folder_becomes_a_tilde_where_a_path_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,3 +123,48 @@ def test_what_is_preloaded_is_said(folder: Path, tmp_path: Path, capsys: pytest.
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("; planted: fault.py")
     assert "preloaded: fault.py: if that file plants a fault, this is no finding about torch" in lines
+
+
+def test_a_table_that_contradicts_the_issue_is_refused_before_anything_runs(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fault.py").write_text("")
+    planted, results = ["--preload", str(tmp_path / "fault.py")], tmp_path / "new.json"
+    records = [{"name": "fault.py", "sha256": "ab" * 32}]
+    with_it, at_capture, without = report(preloaded=records), report(captured_with=records), report()
+    script = folder / "repro.py"
+    script.write_text(without.script, encoding="utf-8")
+    assert main(["versions", str(script), "-o", str(results)]) == 1
+    capsys.readouterr()
+    tried = ["versions", str(script), "--issue", str(folder)]
+    with monkeypatch.context() as still:
+        still.setattr(try_versions, "run_in", lambda *words, **more: pytest.fail("something ran"))
+        (folder / "issue.md").write_text(issue(with_it), encoding="utf-8")
+        for words in (tried, [*tried, "--no-here", "--results", str(results)]):
+            assert main(words) == 2
+            said = capsys.readouterr().err.splitlines()
+            assert len(said) == 1
+            assert said[0].endswith("add --preload fault.py")
+        for made in (without, at_capture):
+            (folder / "issue.md").write_text(issue(made), encoding="utf-8")
+            assert main([*tried, *planted]) == 2
+            assert "leave --preload out" in capsys.readouterr().err
+    assert main(tried) == 1
+    (folder / "issue.md").write_text(issue(with_it), encoding="utf-8")
+    capsys.readouterr()
+    assert main(["versions", str(script)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == f"next: cat {folder}/issue.md"
+    assert main([*tried, *planted]) == 1
+
+
+def test_an_environment_that_was_asked_for_and_could_not_be_tried_ends_with_2(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    other.write_text("#!/bin/sh\necho no such option\nexit 2\n")
+    other.chmod(0o755)
+    words = ["versions", str(folder / "repro.py"), "--python", str(other)]
+    assert main([*words, "--no-here", "--python", passing(tmp_path / "new")]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.endswith("not a Python") for line in lines)
+    assert main(words) == 1

@@ -185,3 +185,9 @@ def test_odd_values_beside_what_is_read_do_no_harm(tmp_path: Path) -> None:
     path = rule_file(tmp_path, known=[None, {"fixed_in": 3}], replay=None, workarounds=[None, *json.loads("[]")])
     with pytest.raises(InputError, match="nothing can be done"):
         read_rule(path, CPU)
+
+
+def test_the_result_of_diagnose_holds_the_same_rule(tmp_path: Path) -> None:
+    path = rule_file(tmp_path, schema={"name": "diagnose", "version": 1}, dump="x.pt", stopped=None)
+    assert applies(path)
+    assert not applies(path, make_call(rows=32, padding=3, dtype=torch.float32))

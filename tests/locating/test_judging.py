@@ -105,6 +105,17 @@ def test_the_worst_is_the_shortest_of_those_that_moved_about_the_most() -> None:
     assert alone.wrong(Path.DEFAULT) is None
 
 
+def test_of_equal_logits_the_first_token_is_the_one_that_argmax_names() -> None:
+    plain, moved = TRUE.clone(), TRUE.clone()
+    plain[0, [3, 50, 90]] = 200.0
+    moved[0, [4, 60, 80]] = 200.0
+    found = judged([Row(10, pad, Path.DEFAULT, logits=logits) for pad, logits in ((0, plain), (1, moved))], 10, (1.0,))
+    row = found.rows[1]
+    assert row.top5_plain == (3, 50, 90, 99, 98)
+    assert row.top5 == (4, 60, 80, 99, 98)
+    assert (row.top5_plain[0], row.top5[0]) == (int(plain.argmax(-1)), int(moved.argmax(-1)))
+
+
 def test_a_row_says_what_its_logits_say_beside_the_unpadded_ones() -> None:
     plain, moved = TRUE.clone(), TRUE.clone()
     moved[0, 0] = 9.0

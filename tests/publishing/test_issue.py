@@ -175,6 +175,36 @@ def test_a_workaround_that_was_tried_comes_before_one_that_was_not() -> None:
     ]
 
 
+def test_what_holds_for_the_reduced_call_alone_is_marked_and_the_captured_one_described() -> None:
+    call, _ = closed()
+    words = [
+        "fails when x",
+        "S = L, 1…353: " + ", ".join(map(str, range(80))),
+        "two",
+        "nearest passing: L = 32, S = 32",
+    ]
+    told = {
+        **EXPLANATION,
+        "length_rule": {**EXPLANATION["length_rule"], "words": words},
+        "workarounds": [{"words": "flag", "line": "attn_mask, is_causal = None, True", "verified": True}],
+    }
+    text = issue(report(explanation=told, captured=call))
+    assert "- flag: `attn_mask, is_causal = None, True` (for this reduced call)\n" in text
+    assert f" The captured call: bfloat16; query {tuple(call.query.shape)} stride " in text
+    assert "held out of the fit; nearest passing: L = 32, S = 32 |\n" in text
+    assert "<details><summary>All lengths tried</summary>\n\n- S = L, 1…353: 0, 1, " in text
+
+
+def test_the_worst_element_of_the_recorded_output_is_told() -> None:
+    call, _ = tail()
+    output = torch.nn.functional.scaled_dot_product_attention(
+        call.query.float(), call.key.float(), call.value.float(), call.attn_mask
+    )
+    output[0, 1, 32, 5] += 16
+    assert "The worst of its output is element [0, 1, 32, 5]: expected " in issue(report(result=output))
+    assert "The worst" not in issue(report())
+
+
 def test_what_is_not_known_is_not_said() -> None:
     bare = issue(report(explanation={}, replay={}, origin={}, environment={}, command="", run=None, machine=""))
     for absent in ("needed", "lengths tried", "Workaround", "Found in", "Output", "| torch", "runs it gives", "None"):

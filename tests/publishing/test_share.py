@@ -14,6 +14,7 @@ from sdpa_repro.dump import layout_differences, load, save, snapshot
 from sdpa_repro.environment import capture_context
 from sdpa_repro.errors import InputError
 from sdpa_repro.publishing.share import share, with_seeded
+from sdpa_repro.recipe import to_document
 from tests.calls import make_call
 from tests.faults import emulation
 from tests.publishing.calls import FAULTS, tail
@@ -112,3 +113,24 @@ def test_the_dump_itself_is_never_overwritten(tmp_path: Path) -> None:
     for force in (False, True):
         with pytest.raises(InputError, match="there already"):
             share(path, path, force=force)
+
+
+def test_a_failure_that_is_not_there_without_the_preload_is_not_claimed(tmp_path: Path) -> None:
+    call, recipes = tail()
+    live = {"ran": "FLASH_ATTENTION", "status": "diverges", "max_abs": 32.0, "note": "secret"}
+    path = dumped(
+        tmp_path / "x.pt",
+        call,
+        recipe={name: to_document(recipe) for name, recipe in recipes.items()},
+        preloaded=[{"name": "fault.py", "sha256": "ab" * 32}],
+        live=live,
+    )
+    result = share(path, tmp_path / "y.pt")
+    assert result.exit_status == 0
+    assert result.sentence == (
+        "no captured values inside: query, key and value are in closed form and it is not shown to fail here "
+        "(it was captured with preloaded files: add --preload fault.py); sizes, layout and mask are as captured"
+    )
+    made = load(tmp_path / "y.pt")
+    assert made.live == {"ran": "FLASH_ATTENTION", "status": "diverges", "max_abs": 32.0}
+    assert [record["name"] for record in made.preloaded] == ["fault.py"]

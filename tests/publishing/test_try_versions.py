@@ -65,7 +65,7 @@ def test_rows_come_in_the_order_here_interpreters_releases_files(
 def test_the_status_is_0_where_nothing_fails_and_2_where_nothing_ran(script: Path, tmp_path: Path) -> None:
     assert versions(script).exit_status == 0
     broken = interpreter(tmp_path / "broken", "ModuleNotFoundError: No module named 'torch'\n", 1)
-    assert versions(script, python=[broken]).exit_status == 0
+    assert versions(script, python=[broken]).exit_status == 2
     none = versions(script, python=[broken], with_here=False)
     assert none.exit_status == 2
     assert none.sentence == "repro.py could be run in none of 1 environment"

@@ -196,3 +196,14 @@ def test_a_dump_is_replayed_by_a_python_that_has_torch_and_numpy_alone(tmp_path:
     assert row.results["MATH"] == "ok"
     assert row.torch == torch.__version__
     assert json.loads(json.dumps(row.document())) == row.document()
+
+
+def test_a_program_that_is_no_python_is_called_that(tmp_path: Path) -> None:
+    (tmp_path / "repro.py").write_text(SCRIPT)
+    for ending in (0, 2):
+        other = tmp_path / f"other{ending}"
+        other.write_text(f"#!/bin/sh\necho invalid option\nexit {ending}\n")
+        other.chmod(0o755)
+        for path in (tmp_path / "repro.py", closed_dump(tmp_path / "x.pt")):
+            row = run_in(existing(other), subject(path))
+            assert (row.outcome, row.reason) == (Outcome.ERROR, "not a Python")
