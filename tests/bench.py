@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -145,51 +146,59 @@ def planted(fault: str) -> Iterator[None]:
 
 HEADER = """# What it costs
 
-Written by `make bench` on {cores} cores, torch {torch}: ratios of medians within one run; below the aim is good.
-
-| what | ratio | aim | in this run |
-|---|---|---|---|
+Written by `make bench`, each part with the machine it ran on: ratios of medians within one run; below the aim is good.
 """
+TABLE = "| what | ratio | aim | in this run |\n|---|---|---|---|\n"
+PARTS = ("reference", "replay", "capture", "dump", "reduce", "guard", "long", "growth")
 
 
 def main() -> int:
-    """Run the parts asked for, print each row as it is measured, write the table when all were run."""
+    """Run the parts asked for, print each row as it is measured, and put each part into the page when it is done."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--only", choices=("reference", "replay", "capture", "dump", "reduce", "guard", "long", "growth")
-    )
+    parser.add_argument("--only", choices=PARTS, action="append", help="This part; repeatable. The others stay.")
+    parser.add_argument("--longest", type=int, default=16384, help="Last length of growth.")
     parser.add_argument("--output", type=Path, default=Path("docs/bench.md"))
     options = parser.parse_args()
+    for part in options.only or PARTS:
+        with tempfile.TemporaryDirectory(prefix="sdpa-repro-") as name:
+            body = measured(part, Path(name), options)
+        put(options.output, part, f"{_cores()} cores, torch {torch.__version__}.\n\n{body}")
+    return 0
+
+
+def measured(part: str, folder: Path, options: argparse.Namespace) -> str:
+    """One part's text for the page, its rows printed as they come."""
     from tests import bench_guard, bench_long  # they import this module
 
+    if part == "growth":
+        found = bench_long.growth(folder, tuple(each for each in bench_long.LENGTHS if each <= options.longest))
+        drawn = bench_long.picture(found, options.output.parent / "growth.svg")
+        text = bench_long.table(found) + "\n" + "\n![time and memory by length](growth.svg)\n" * drawn
+        print(text, flush=True)
+        return text
+    rows = {
+        "reference": lambda: bench_reference(),
+        "replay": lambda: bench_replay(folder),
+        "capture": lambda: bench_capture(folder),
+        "dump": lambda: bench_dump(folder),
+        "reduce": lambda: bench_reduce(),
+        "guard": lambda: bench_guard.rows(),
+        "long": lambda: bench_long.rows(folder),
+    }[part]
     lines = []
-    with tempfile.TemporaryDirectory(prefix="sdpa-repro-") as name:
-        folder = Path(name)
-        parts = {
-            "reference": lambda: bench_reference(),
-            "replay": lambda: bench_replay(folder),
-            "capture": lambda: bench_capture(folder),
-            "dump": lambda: bench_dump(folder),
-            "reduce": lambda: bench_reduce(),
-            "guard": lambda: bench_guard.rows(),
-            "long": lambda: bench_long.rows(folder),
-        }
-        for part, rows in parts.items():
-            if options.only in (None, part):
-                for row in rows():
-                    lines.append(f"| {row.what} | {row.ratio:.2f} | {row.aim:g} | {row.detail} |")
-                    print(lines[-1], flush=True)
-        grown = ""
-        if options.only in (None, "growth"):
-            found = bench_long.growth(folder)
-            grown = f"\n{bench_long.table(found)}\n"
-            if bench_long.picture(found, options.output.parent / "growth.svg"):
-                grown += "\n![time and memory by length](growth.svg)\n"
-            print(grown)
-    if options.only is None:
-        header = HEADER.format(cores=_cores(), torch=torch.__version__)
-        options.output.write_text(header + "\n".join(lines) + "\n" + grown)
-    return 0
+    for row in rows():
+        lines.append(f"| {row.what} | {row.ratio:.2f} | {row.aim:g} | {row.detail} |")
+        print(lines[-1], flush=True)
+    return TABLE + "\n".join(lines) + "\n"
+
+
+def put(page: Path, part: str, text: str) -> None:
+    """Write one part of the page; the other parts stay as they are."""
+    old = page.read_text(encoding="utf-8") if page.is_file() else ""
+    sections = dict(re.findall(r"^## (\w+)\n\n(.*?)(?=^## |\Z)", old, re.M | re.S))
+    sections[part] = text.rstrip("\n") + "\n\n"
+    body = "".join(f"## {name}\n\n{sections[name]}" for name in PARTS if name in sections)
+    page.write_text(f"{HEADER}\n{body.rstrip()}\n", encoding="utf-8")
 
 
 def _cores() -> int:

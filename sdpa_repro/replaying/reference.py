@@ -10,7 +10,8 @@ ride along as five extra columns of value in the same matrix product.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +29,9 @@ TILE_BYTES = {"cpu": 4 << 20, "cuda": 96 << 20}
 
 BLOCK_ROWS = 1024
 """Query rows of a block at most, those of heads that share a key counted together."""
+
+LARGE = 1 << 24
+"""Scores from which several threads are worth their start."""
 
 HIDDEN_KEYS = 4096
 """Positions with NaN or Inf looked at together, to find the rows they are hidden from."""
@@ -126,14 +130,49 @@ def reference(call: AttentionCall, *, precision: torch.dtype = torch.float64) ->
     weight, spread, scores, rounded, size = (column() for _ in range(5))
     live = torch.zeros(batches, heads, rows, dtype=torch.bool, device=device)
     poisoned = torch.zeros_like(live)
-    for block in blocks(flat, precision=precision):
-        here = (block.batch, slice(block.head, block.head + block.heads), slice(block.first, block.last))
-        output[here] = block.output
-        weight[here], spread[here] = block.scale.weight, block.scale.spread
-        scores[here], rounded[here], size[here] = block.scale.scores, block.scale.rounded, block.scale.size
-        live[here], poisoned[here] = block.live, block.poisoned
+
+    def keep(found: Iterator[Block]) -> None:
+        for block in found:
+            here = (block.batch, slice(block.head, block.head + block.heads), slice(block.first, block.last))
+            output[here] = block.output
+            weight[here], spread[here] = block.scale.weight, block.scale.spread
+            scores[here], rounded[here], size[here] = block.scale.scores, block.scale.rounded, block.scale.size
+            live[here], poisoned[here] = block.live, block.poisoned
+
+    threads = torch.get_num_threads() if device.type == "cpu" and precision == torch.float64 else 1
+    if (
+        threads == 1
+        or batches * heads * rows * flat.key.shape[2] < LARGE
+        or not _beside_each_other(flat, threads, keep)
+    ):
+        keep(blocks(flat, precision=precision))
     scale = RowScale(weight, spread, scores, rounded, size, flat.key.shape[2])
     return Reference(output, scale, live, poisoned)
+
+
+def _beside_each_other(call: AttentionCall, threads: int, keep: Callable[[Iterator[Block]], None]) -> bool:
+    """The blocks in several threads of one torch thread each, since small tiles gain little from more.
+
+    Returns False, with nothing done, when there are too few heads to share out.
+    """
+    check_shapes(call)
+    parts = list(_parts(call, TILE_BYTES["cpu"] // torch.float64.itemsize))
+    if len(parts) < threads:
+        return False
+
+    def share(number: int) -> None:
+        torch.set_num_threads(1)  # of this thread
+        with torch.no_grad():
+            room = Room(torch.float64, call.query.device)
+            for part in parts[number::threads]:
+                keep(_head_blocks(call, part, room, None))
+
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(share, range(threads)))
+    finally:
+        torch.set_num_threads(threads)
+    return True
 
 
 def blocks(

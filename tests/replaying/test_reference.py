@@ -183,3 +183,15 @@ def test_autocast_and_gradients_do_not_reach_into_the_reference() -> None:
 def test_mask_that_hides_everything_gives_zeros() -> None:
     call = replace(make_call(), attn_mask=causal_mask(33, 33, 33))
     assert not reference(call).output.any()
+
+
+def test_several_threads_give_the_bits_of_one(torch_as_it_was: None) -> None:
+    call = make_call(rows=1100, heads=16, width=8, layout="dense", mask="causal")
+    torch.set_num_threads(1)
+    one = reference(call)
+    torch.set_num_threads(3)
+    several = reference(call)
+    assert torch.get_num_threads() == 3
+    assert torch.equal(one.output, several.output)
+    assert torch.equal(one.live, several.live)
+    assert torch.allclose(one.scale.scores, several.scale.scores)
