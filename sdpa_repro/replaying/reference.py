@@ -156,7 +156,7 @@ def _beside_each_other(call: AttentionCall, threads: int, keep: Callable[[Iterat
     Returns False, with nothing done, when there are too few heads to share out.
     """
     check_shapes(call)
-    parts = list(_parts(call, TILE_BYTES["cpu"] // torch.float64.itemsize))
+    parts = list(_parts(call, TILE_BYTES["cpu"] // torch.float64.itemsize, threads))
     if len(parts) < threads:
         return False
 
@@ -208,14 +208,15 @@ class Part:
     plans: list[list[Run]]
 
 
-def _parts(call: AttentionCall, most: int) -> Iterator[Part]:
-    """Everything there is to compute, `most` scores at a time."""
+def _parts(call: AttentionCall, most: int, threads: int = 1) -> Iterator[Part]:
+    """Everything there is to compute, `most` scores at a time, in no fewer parts than `threads` where heads allow."""
     groups, mask = head_groups(call), call.attn_mask
+    together = -(-call.query.shape[0] * len(groups) // threads)
     size = groups[0][1] - groups[0][0]
     rows, keys, step, chunk = *_lengths(call), *_block_size(call, size, most)
     if mask is not None and mask.stride(1):
         for batch in range(call.query.shape[0]):
-            for heads in _batched(groups, max(1, most // (size * min(step, rows) * min(chunk, keys)))):
+            for heads in _batched(groups, min(together, max(1, most // (size * min(step, rows) * min(chunk, keys))))):
                 theirs = mask[batch, heads.first : heads.first + heads.count]
                 yield Part(batch, heads, theirs, step, plan(theirs, call.is_causal, rows, keys, step, chunk))
         return
@@ -225,7 +226,7 @@ def _parts(call: AttentionCall, most: int) -> Iterator[Part]:
         if not plans or (mask is not None and mask.stride(0)):
             plans = plan(own, call.is_causal, rows, keys, step, chunk)
         largest = max([1, *((run.last - run.first) * (run.below - run.above) for runs in plans for run in runs)])
-        for heads in _batched(groups, max(1, most // (size * largest))):
+        for heads in _batched(groups, min(together, max(1, most // (size * largest)))):
             yield Part(batch, heads, own, step, plans)
 
 
