@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.replaying.backends import Backend, needed_bytes
@@ -69,20 +68,6 @@ def as_cast(call: AttentionCall) -> AttentionCall:
         return call
     tensors = call.tensors.items()
     return call.with_tensors({name: tensor.to(dtype) for name, tensor in tensors if tensor.is_floating_point()})
-
-
-def kernel(cast: AttentionCall) -> str:
-    """The kernel that the dispatcher would choose for a call as cast, as in `SDPBackend`, or "unknown".
-
-    Not `replaying.backends.chosen`, which silences warnings for the process: calls come from many threads.
-    """
-    words = dict(cast.keywords)
-    mask, dropout, causal = words.pop("attn_mask"), words.pop("dropout_p"), words.pop("is_causal")
-    try:
-        number = torch._fused_sdp_choice(cast.query, cast.key, cast.value, mask, dropout, causal, **words)
-    except Exception:
-        return "unknown"  # the call itself will say why
-    return next((name for name, member in SDPBackend.__members__.items() if member.value == int(number)), "unknown")
 
 
 def _plain(original: Callable[..., Any], call: AttentionCall) -> Tensor:

@@ -21,10 +21,11 @@ from torch import Tensor
 from sdpa_repro.attention import AttentionCall, is_rule
 from sdpa_repro.capturing.passing import COMPILED, GRAPH, NOT_TENSORS, bind, reason_to_pass
 from sdpa_repro.guarding import switch
-from sdpa_repro.guarding.cures import as_cast, kernel
+from sdpa_repro.guarding.cures import as_cast
 from sdpa_repro.guarding.remedies import Look, Quick, Remedy, devices_here, known_remedies
 from sdpa_repro.guarding.rule_file import read_rule
 from sdpa_repro.guarding.switch import Found, GuardWarning
+from sdpa_repro.replaying.backends import dispatched
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -228,7 +229,7 @@ class Guard:
         asked = [remedy for remedy in place.remedies if remedy.quick(*glance, *lengths)]
         if not asked:
             return None
-        look = Look(cast, kernel(cast), place.device, _records_gradient(call), place.capability)
+        look = Look(cast, dispatched(cast), place.device, _records_gradient(call), place.capability)
         remedies = tuple(remedy for remedy in asked if remedy.applies(look))
         return (call, look, remedies) if remedies else None
 

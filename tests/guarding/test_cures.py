@@ -11,7 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.guarding import cures
-from sdpa_repro.guarding.cures import Cure, attend, combined, kernel
+from sdpa_repro.guarding.cures import Cure, attend, combined
+from sdpa_repro.replaying.backends import dispatched
 from tests.calls import make_call
 from tests.definition import attention
 
@@ -105,8 +106,8 @@ def test_changes_combine() -> None:
 
 def test_the_kernel_is_the_one_that_the_dispatcher_takes() -> None:
     call = make_call()
-    assert kernel(call) == "FLASH_ATTENTION"
+    assert dispatched(call) == "FLASH_ATTENTION"
     with sdpa_kernel(SDPBackend.MATH):
-        assert kernel(call) == "MATH"
+        assert dispatched(call) == "MATH"
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        assert kernel(call) == "unknown"
+        assert dispatched(call) == "unknown"
