@@ -29,6 +29,9 @@ FAILED = {
 }
 """Outcome kinds of a worker that bring no output, and the cell status each becomes."""
 
+SWALLOWED = "is finite where the definition gives NaN"
+"""The reason of a cell that is `nonfinite` the other way round."""
+
 LISTED = 64
 """Longest list of indices in a document; longer ones become ranges."""
 
@@ -148,6 +151,9 @@ def judged(
         fully_masked=left_in_masked(first, expected, values.call),
         poisoned=left_in_poisoned(first, expected),
     )
+    if judgement.status is Status.NONFINITE and judgement.bad is not None:
+        swallowed = bool(expected.output[judgement.bad.worst].isnan().any())
+        cell = replace(cell, reason=SWALLOWED if swallowed else cell.reason)
     if cell.remark.startswith("emulated"):
         return replace(cell, status=Status.AGREES, bad=None)
     if "other" in outputs:

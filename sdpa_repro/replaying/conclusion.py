@@ -8,7 +8,7 @@ from typing import Any
 
 from sdpa_repro.known_issues import Match
 from sdpa_repro.replaying.backends import MISSING, OUT_OF_MEMORY, Backend
-from sdpa_repro.replaying.cells import Cell
+from sdpa_repro.replaying.cells import SWALLOWED, Cell
 from sdpa_repro.replaying.verdict import Bad, Status, Verdict
 from sdpa_repro.visibility import ranges
 
@@ -127,7 +127,7 @@ def describe(cell: Cell, name: str, batches: int = 1, heads: int = 0) -> str:
     """What is wrong with one path, as a clause: "MATH is wrong in query row 288 of 16 heads"."""
     where = f" in {place(cell.bad, batches, heads)}" if cell.bad is not None else ""
     if cell.status is Status.NONFINITE:
-        return f"{name} gives NaN or Inf{where}"
+        return f"{name} {cell.reason},{where}" if cell.reason == SWALLOWED else f"{name} gives NaN or Inf{where}"
     if cell.status is Status.UNSTABLE:
         return f"{name} is unstable{where}: {cell.reason}"
     if cell.status is Status.CRASHED:

@@ -137,6 +137,7 @@ def cell(dump: Dump, job: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     what of the recorded context does not exist here. A second output is saved when runs differ. A path that
     would not fit in memory is declined, and its output on blocks of rows saved instead (`noise_only`): on the query
     rows in the job's `rows`, [first, last) pairs, or on all; with an empty list not yet (`blocks`).
+    So is one whose job says why in `blocks`.
     Dropout is left out: its result is random.
     """
     backend, captured = Backend(job["backend"]), job["dtype"] == "captured"
@@ -153,6 +154,8 @@ def cell(dump: Dump, job: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
             answer["remark"] = "emulated: float32 products rounded to the dtype"
         need = needed_bytes(call, backend)
         free = memory_for(2 * need if backend in CAN_BE_BLOCKED else need, call.query.device)
+        if backend in CAN_BE_BLOCKED and job.get("blocks"):
+            return answer | _instead(call, backend, str(job["blocks"]), job)
         if need > (free // 2 if backend in CAN_BE_BLOCKED else free):
             half = "more than half of the " if need <= free else ""
             reason = f"needs {_gib(need)}, {half}{_gib(free)} {'that ' if half else ''}are free"

@@ -159,10 +159,11 @@ def _beside_each_other(call: AttentionCall, threads: int, keep: Callable[[Iterat
     parts = list(_parts(call, TILE_BYTES["cpu"] // torch.float64.itemsize, threads))
     if len(parts) < threads:
         return False
+    inference = torch.is_inference_mode_enabled()  # a thread starts without it, and could not write to its tensors
 
     def share(number: int) -> None:
         torch.set_num_threads(1)  # of this thread
-        with torch.no_grad():
+        with torch.inference_mode(inference), torch.no_grad():
             room = Room(torch.float64, call.query.device)
             for part in parts[number::threads]:
                 keep(_head_blocks(call, part, room, None))

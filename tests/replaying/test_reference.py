@@ -195,3 +195,13 @@ def test_several_threads_give_the_bits_of_one(torch_as_it_was: None) -> None:
     assert torch.equal(one.output, several.output)
     assert torch.equal(one.live, several.live)
     assert torch.allclose(one.scale.scores, several.scale.scores)
+
+
+def test_several_threads_work_within_inference_mode(torch_as_it_was: None) -> None:
+    call = make_call(rows=1100, heads=16, width=8, layout="dense", mask="causal")
+    torch.set_num_threads(1)
+    plain = reference(call)
+    torch.set_num_threads(2)
+    with torch.inference_mode():
+        inside = reference(call)
+    assert torch.equal(inside.output, plain.output)
