@@ -11,11 +11,45 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 Result = TypeVar("Result")
+
+
+class Job(Generic[Result]):
+    """Work given to an `Aside`."""
+
+    def __init__(self, function: Callable[[], Result]) -> None:
+        self._function = function
+        self._done = threading.Event()
+        self._outcome: list[Any] = [None, None]
+        self._pid = os.getpid()
+
+    @property
+    def lost(self) -> bool:
+        """Whether this is a forked child's copy: its work goes on in the parent."""
+        return self._pid != os.getpid()
+
+    def run(self) -> None:
+        """Do it, and keep what comes of it."""
+        try:
+            with torch.no_grad():
+                self._outcome[0] = self._function()
+        except BaseException as error:
+            self._outcome[1] = error
+        finally:
+            self._done.set()
+
+    def result(self) -> Result:
+        """What came of it, when it is done; raises what it raised."""
+        self._done.wait()
+        result, error = self._outcome
+        if error is not None:
+            self._outcome.clear()
+            raise error
+        return result  # type: ignore[no-any-return]
 
 
 class Aside:
@@ -26,37 +60,32 @@ class Aside:
         self._prepare = prepare
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job[Any]] = queue.SimpleQueue()
         self._pid = 0
 
     def run(self, function: Callable[[], Result], device: torch.device) -> Result:
-        """`function()`, without gradients and on the caller's stream if `device` is a GPU; raises what it raises.
+        """`function()`, without gradients and on the caller's stream if `device` is a GPU; raises what it raises."""
+        if device.type != "cuda":
+            return self.begin(function).result()
+        stream = torch.cuda.current_stream(device)
 
-        Where no thread can start (the interpreter is ending) it runs in the caller's.
+        def streamed() -> Result:
+            with torch.cuda.stream(stream):
+                return function()
+
+        return self.begin(streamed).result()
+
+    def begin(self, function: Callable[[], Result]) -> Job[Result]:
+        """Start `function()`, without gradients, after what was started before it.
+
+        Where no thread can start (the interpreter is ending) it runs in the caller's, before this returns.
         """
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        done = threading.Event()
-        outcome: list[Any] = [None, None]
-
-        def job() -> None:
-            try:
-                with torch.no_grad(), torch.cuda.stream(stream):
-                    outcome[0] = function()
-            except BaseException as error:
-                outcome[1] = error
-            finally:
-                done.set()
-
+        job = Job(function)
         if self._start():
             self._jobs.put(job)
-            done.wait()
         else:
-            job()
-        result, error = outcome
-        if error is not None:
-            outcome.clear()
-            raise error
-        return result  # type: ignore[no-any-return]
+            job.run()
+        return job
 
     def _start(self) -> bool:
         """Have a thread; False when there can be none, or when this is it."""
@@ -72,7 +101,7 @@ class Aside:
                 self._thread = None
             return self._thread is not None
 
-    def _work(self, jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
+    def _work(self, jobs: queue.SimpleQueue[Job[Any]]) -> None:
         self._prepare()
         while True:
-            jobs.get()()
+            jobs.get().run()

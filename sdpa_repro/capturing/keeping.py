@@ -1,4 +1,8 @@
-"""Which calls are dumped, and when: wrong ones at once, the worst healthy one at the end, within the limits."""
+"""Which calls are dumped, and when: wrong ones at once, the worst healthy one at the end, within the limits.
+
+A call that is wrong, or asked for by its number, is on the disk before the run goes on, which may end at any moment.
+Where every call is wanted, healthy ones are written while the run goes on: one at a time, so that memory holds one.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from torch import Tensor
 from sdpa_repro import dump
 from sdpa_repro.attention import AttentionCall, memory_groups
 from sdpa_repro.capturing import folder
+from sdpa_repro.capturing.aside import Aside, Job
 from sdpa_repro.capturing.recorder import Seen, beside
 from sdpa_repro.capturing.records import CallRecord, Options
 from sdpa_repro.replaying.check import LiveCheck
@@ -41,6 +46,14 @@ class Candidate:
     document: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Pending:
+    """A dump that is being written."""
+
+    record: CallRecord
+    job: Job[tuple[str, int]]
+
+
 class Keeper:
     """The dumps of one session: offered every call, it writes those that the options ask for."""
 
@@ -52,18 +65,20 @@ class Keeper:
         self._describe = describe
         self._candidate: Candidate | None = None
         self._ahead: Kept | None = None
+        self._pending: Pending | None = None
+        self._writer = Aside(lambda: None)
 
     def offer(self, record: CallRecord, seen: Seen) -> CallRecord:
         """Dump the call if it is to be dumped now; the record with `kept`, or a note on what it would take.
 
-        Raises InputError when the dump cannot be written.
+        Raises InputError when the dump cannot be written. Call `settle` first.
         """
         if self.options.everything:
             ahead, self._ahead = self._ahead, None
             full = ahead is None and len(self.kept) >= self.options.slots
             return record if full else self._write(record, seen, ahead)
-        if record.wrong or record.status == "raised":
-            return self._urgent(record, seen)
+        if _urgent(record):
+            return self._at_once(record, seen)
         best = self._candidate.record.severity if self._candidate is not None else (-1, 0.0)
         if self.kept or record.severity <= best:
             return record
@@ -76,6 +91,13 @@ class Keeper:
         self._write(record, seen, None)
         self._ahead = next((each for each in self.kept if each.record.index == record.index), None)
 
+    def settle(self) -> CallRecord | None:
+        """Wait for the dump that is being written, if any: its record with `kept`. Raises InputError."""
+        pending, self._pending = self._pending, None
+        if pending is None or pending.job.lost:
+            return None
+        return self._keep(pending.record, pending.job.result(), None)
+
     def finish(self) -> CallRecord | None:
         """Write the worst healthy call when nothing else was written; its record. Raises InputError."""
         candidate, self._candidate = self._candidate, None
@@ -83,7 +105,7 @@ class Keeper:
             return None
         return self._save(candidate.record, candidate.document, None)
 
-    def _urgent(self, record: CallRecord, seen: Seen) -> CallRecord:
+    def _at_once(self, record: CallRecord, seen: Seen) -> CallRecord:
         """A call that is wrong or raised: into a free slot, or instead of the least bad dump."""
         if len(self.kept) < self.options.slots:
             return self._write(record, seen, None)
@@ -127,19 +149,30 @@ class Keeper:
     def _save(self, record: CallRecord, document: dict[str, Any], instead_of: Kept | None) -> CallRecord:
         rows, keys = record.query[-2], record.key[-2]
         name = folder.stem_of(record.module, folder.layer_of(record.module), record.index, rows, keys, record.rank)
-        file, nbytes = folder.add(
-            self.out,
-            name,
-            lambda path: dump.save(document, path),
-            _line(record),
-            instead_of=instead_of.file if instead_of is not None else None,
-        )
-        record = replace(record, kept=file)
+        replaced = instead_of.file if instead_of is not None else None
+
+        def write() -> tuple[str, int]:
+            return folder.add(
+                self.out, name, lambda path: dump.save(document, path), _line(record), instead_of=replaced
+            )
+
+        if self.options.keep == "all" and self.options.call is None and not _urgent(record):
+            self._pending = Pending(record, self._writer.begin(write))
+            return record
+        return self._keep(record, write(), instead_of)
+
+    def _keep(self, record: CallRecord, written: tuple[str, int], instead_of: Kept | None) -> CallRecord:
+        """Note a dump that is on the disk."""
+        record = replace(record, kept=written[0])
         self.kept = [each for each in self.kept if each is not instead_of]
-        self.kept.append(Kept(record, file, nbytes))
+        self.kept.append(Kept(record, *written))
         self.kept.sort(key=lambda each: each.record.severity, reverse=True)
         self._candidate = None
         return record
+
+
+def _urgent(record: CallRecord) -> bool:
+    return record.wrong or record.status == "raised"
 
 
 def _line(record: CallRecord) -> dict[str, Any]:

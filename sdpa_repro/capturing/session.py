@@ -78,6 +78,7 @@ class Session:
         Of very many calls those of the first ones, of dumps, and of the worst ones (see `ledger`).
         """
         with self._lock:
+            self._settle()
             files = {each.file for each in self._keeper.kept}
             records = self._records.listed(each.record for each in self._keeper.kept)
         return [record if record.kept in files else replace(record, kept=None) for record in records]
@@ -86,6 +87,7 @@ class Session:
     def dumps(self) -> list[Path]:
         """The dumps on disk, the worst first."""
         with self._lock:
+            self._settle()
             return [self.out / each.file for each in self._keeper.kept]
 
     def note(self, **facts: Any) -> None:
@@ -96,6 +98,7 @@ class Session:
     def summary(self) -> dict[str, Any]:
         """The whole report as plain dicts, lists, strings and numbers."""
         with self._lock:
+            self._settle()
             return {
                 "options": asdict(self.options),
                 "seen": self._seen,
@@ -118,13 +121,8 @@ class Session:
             if self._closed:
                 return
             self._closed = True
-            try:
-                record = self._keeper.finish()
-            except Exception as error:
-                self._problem(error)
-            else:
-                if record is not None:
-                    self._records.amend(record)
+            self._settle()
+            self._amend(self._keeper.finish)
 
     # What the recorder calls:
 
@@ -170,6 +168,7 @@ class Session:
             return
         with self._lock:
             self._records.add(record)
+            self._settle()
             try:
                 record = self._keeper.offer(record, seen)
                 self._records.amend(record)
@@ -181,6 +180,20 @@ class Session:
         self._recorded()
         if stop:
             raise Stopped(self)
+
+    def _settle(self) -> None:
+        """Wait for the dump that is being written beside the run, if any."""
+        self._amend(self._keeper.settle)
+
+    def _amend(self, dumped: Callable[[], CallRecord | None]) -> None:
+        """Note a dump of a call that was recorded before."""
+        try:
+            record = dumped()
+        except Exception as error:
+            self._problem(error)
+        else:
+            if record is not None:
+                self._records.amend(record)
 
     def _record(self, index: int, seen: Seen) -> CallRecord:
         call, output = seen.call, seen.output

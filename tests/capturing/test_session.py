@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -225,6 +228,76 @@ def test_all_calls_can_be_kept(tmp_path: Path) -> None:
             run(healthy())
     assert len(session.dumps) == 10
     assert all(call.kept for call in session.calls)
+
+
+def test_healthy_calls_are_written_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, gate, written = dump.save, threading.Event(), []
+
+    def slow(document: Any, path: Path) -> int:
+        gate.wait(60)
+        written.append(path.name)
+        return save(document, path)
+
+    monkeypatch.setattr(dump, "save", slow)
+    with capture(tmp_path, keep="all") as session:
+        run(healthy())
+        assert written == []
+        gate.set()
+        run(healthy())
+        assert len(written) >= 1, "one dump is in memory at a time"
+        assert len(session.dumps) == 2
+    assert all(call.kept for call in session.calls)
+    assert index_is_sound(tmp_path)
+
+
+def test_a_wrong_call_is_on_the_disk_before_the_run_goes_on(tmp_path: Path, plant: Plant) -> None:
+    plant("pytorch_191937")
+    with capture(tmp_path, keep="all"):
+        run(healthy())
+        run(failing())
+        assert [line["status"] for line in index(tmp_path)] == ["agrees", "diverges"]
+        assert index_is_sound(tmp_path)
+
+
+def test_a_dump_that_could_not_be_written_beside_the_run_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(document: Any, path: Path) -> int:
+        raise InputError(f"cannot write {path}: no space left on device")
+
+    monkeypatch.setattr(dump, "save", full)
+    with capture(tmp_path, keep="all") as session:
+        run(healthy())
+        run(healthy())
+    assert [call.kept for call in session.calls] == [None, None]
+    assert session.dumps == []
+    assert len(session.summary()["problems"]) == 2
+    assert "no space left" in session.summary()["problems"][0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no os.fork")
+def test_a_forked_child_does_not_wait_for_its_parents_dumps(tmp_path: Path) -> None:
+    script = """
+import os, sys, threading
+import torch, torch.nn.functional as F
+from sdpa_repro import capture, dump
+save, gate = dump.save, threading.Event()
+dump.save = lambda document, path: gate.wait(60) and save(document, path)
+x = torch.randn(1, 1, 8, 8)
+with capture(sys.argv[1], keep="all") as session, torch.no_grad():
+    F.scaled_dot_product_attention(x, x, x)
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        gate.set()
+print("end" if child == 0 else f"{len(session.dumps)} {status}", flush=True)
+os._exit(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split("\n") == ["end", "1 0", ""]
+    assert index_is_sound(tmp_path)
 
 
 def test_only_the_worst_can_be_kept_wrong_or_not(tmp_path: Path, plant: Plant) -> None:
