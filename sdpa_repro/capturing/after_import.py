@@ -21,11 +21,13 @@ class AfterImport:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Spec of the module as the other finders give it, its loader's `exec_module` followed by the action."""
-        if fullname != self.name:
+        """Spec of the module as the finders after this one give it, its loader's `exec_module` followed by the action.
+
+        Not every spec is imported: `importlib.util.find_spec("torch")` is how packages ask whether torch is there.
+        """
+        if fullname != self.name or self not in sys.meta_path:
             return None
-        forget(self)
-        for finder in list(sys.meta_path):
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find(fullname, path, target) if find is not None else None
             if spec is not None:
@@ -38,12 +40,17 @@ class AfterImport:
         loader = spec.loader
         if loader is None:
             return
-        run = loader.exec_module
+        run, shadowed = loader.exec_module, "exec_module" in vars(loader)
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
+            if shadowed:  # by another one that waits for this module
+                loader.exec_module = run  # type: ignore[method-assign]
+            else:
+                del loader.exec_module
             run(module)
-            self.action()
+            if self in sys.meta_path:
+                forget(self)
+                self.action()
 
         loader.exec_module = exec_module  # type: ignore[method-assign]
 

@@ -17,43 +17,49 @@ import torch
 
 Result = TypeVar("Result")
 
+IDLE_SECONDS = 1.0
+"""A thread that has had nothing to do for so long ends: some scripts wait for every thread that is alive."""
+
 
 class Job(Generic[Result]):
     """Work given to an `Aside`."""
 
     def __init__(self, function: Callable[[], Result]) -> None:
-        self._function = function
+        self._function: Callable[[], Result] | None = function
         self._done = threading.Event()
         self._outcome: list[Any] = [None, None]
-        self._pid = os.getpid()
-
-    @property
-    def lost(self) -> bool:
-        """Whether this is a forked child's copy: its work goes on in the parent."""
-        return self._pid != os.getpid()
 
     def run(self) -> None:
-        """Do it, and keep what comes of it."""
+        """Do it once, keep what comes of it, and let go of what it was done with."""
+        function, self._function = self._function, None
         try:
-            with torch.no_grad():
-                self._outcome[0] = self._function()
+            if function is not None:
+                with torch.no_grad():
+                    self._outcome[0] = function()
         except BaseException as error:
             self._outcome[1] = error
         finally:
             self._done.set()
 
+    def wait(self) -> None:
+        """Return when it is done."""
+        self._done.wait()
+
     def result(self) -> Result:
         """What came of it, when it is done; raises what it raised."""
-        self._done.wait()
+        self.wait()
         result, error = self._outcome
-        if error is not None:
-            self._outcome.clear()
+        if error is None:
+            return result  # type: ignore[no-any-return]
+        self._outcome.clear()
+        try:
             raise error
-        return result  # type: ignore[no-any-return]
+        finally:
+            del error  # its traceback holds this frame: together they would keep the model's tensors alive
 
 
 class Aside:
-    """A thread that computes on request; started on first use, and again in a forked child."""
+    """A thread that computes on request; started when there is something to do, and ended when there no longer is."""
 
     def __init__(self, prepare: Callable[[], object]) -> None:
         """`prepare` runs first in the thread."""
@@ -62,6 +68,10 @@ class Aside:
         self._thread: threading.Thread | None = None
         self._jobs: queue.SimpleQueue[Job[Any]] = queue.SimpleQueue()
         self._pid = 0
+
+    def forked(self) -> None:
+        """In a forked child: another thread may have held the lock, and nobody here lets go of it."""
+        self._lock = threading.Lock()
 
     def run(self, function: Callable[[], Result], device: torch.device) -> Result:
         """`function()`, without gradients and on the caller's stream if `device` is a GPU; raises what it raises."""
@@ -81,27 +91,34 @@ class Aside:
         Where no thread can start (the interpreter is ending) it runs in the caller's, before this returns.
         """
         job = Job(function)
-        if self._start():
-            self._jobs.put(job)
-        else:
+        if not self._hand_over(job):
             job.run()
         return job
 
-    def _start(self) -> bool:
-        """Have a thread; False when there can be none, or when this is it."""
+    def _hand_over(self, job: Job[Any]) -> bool:
+        """Give the thread a job; False when there can be no thread, or when this is it."""
         with self._lock:
-            if self._thread is not None and self._pid == os.getpid() and self._thread.is_alive():
-                return threading.current_thread() is not self._thread
-            self._jobs = queue.SimpleQueue()
-            self._thread = threading.Thread(target=self._work, args=(self._jobs,), name="sdpa-repro", daemon=True)
-            self._pid = os.getpid()
-            try:
-                self._thread.start()
-            except RuntimeError:
-                self._thread = None
-            return self._thread is not None
+            if self._thread is None or self._pid != os.getpid() or not self._thread.is_alive():
+                self._jobs = queue.SimpleQueue()
+                self._thread = threading.Thread(target=self._work, args=(self._jobs,), name="sdpa-repro", daemon=True)
+                self._pid = os.getpid()
+                try:
+                    self._thread.start()
+                except RuntimeError:
+                    self._thread = None
+                    return False
+            elif threading.current_thread() is self._thread:
+                return False
+            self._jobs.put(job)
+            return True
 
     def _work(self, jobs: queue.SimpleQueue[Job[Any]]) -> None:
         self._prepare()
         while True:
-            jobs.get().run()
+            try:
+                jobs.get(timeout=IDLE_SECONDS).run()
+            except queue.Empty:
+                with self._lock:
+                    if jobs.empty():
+                        self._thread = None
+                        return

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sdpa_repro.capturing.handlers import hand_on
+
 FIRST_ARGUMENTS = ("self", "module")
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Attributes that wrappers of torch put between a module and its parent."""
@@ -38,7 +40,8 @@ class Callers:
         """
         try:
             return self._module(frame) or calling_line(frame)
-        except Exception:  # a user's module may do anything when it is asked for its children
+        except Exception as error:  # a user's module may do anything when it is asked for its children
+            hand_on(error)
             return calling_line(frame)
 
     def _module(self, frame: FrameType | None) -> str | None:
@@ -63,11 +66,12 @@ class Callers:
         """Path of `module` below `root`, None when it is not there."""
         found = self._paths.get((id(root), id(module)))
         if found is None or found[0]() is not root or found[1]() is not module:
-            self._paths = {key: value for key, value in list(self._paths.items()) if value[0]() and value[1]()}
+            fresh = {key: value for key, value in list(self._paths.items()) if value[0]() and value[1]()}
             here = weakref.ref(root)
             for path, child in root.named_modules():
-                self._paths[id(root), id(child)] = (here, weakref.ref(child), _without_wrappers(path))
-            found = self._paths.get((id(root), id(module)))
+                fresh[id(root), id(child)] = (here, weakref.ref(child), _without_wrappers(path))
+            self._paths = fresh  # at once: other threads look modules up meanwhile
+            found = fresh.get((id(root), id(module)))
         return found[2] if found is not None else None
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import mmap
 import os
 import re
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
 VARIABLE = "SDPA_REPRO_CAPTURE"
 """Environment variable with the plan, in JSON: `out`, `reports`, `package`, `options`, `preload`, `origin`."""
 
-SO_FAR_SECONDS = 0.5
-"""A report of the calls so far is left this often, for a process that is killed before its last one."""
+SO_FAR_SECONDS, SO_FAR_SHARE = 0.5, 0.03
+"""A report of the calls so far is left this often, for a process that is killed before its last one; with many calls
+less often, so that it takes no larger share of the time."""
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?$")
 _ISOLATED = re.compile(r"-[A-Za-z]*[IES]")
@@ -66,7 +69,7 @@ class Process:
         self._report = self._name()
         self._pid = os.getpid()
         self._workers_know = False
-        self._left = 0.0
+        self._next = 0.0
 
     def start(self) -> None:
         """Preload, then record from here to the end of the process. Ends the process when a preload fails."""
@@ -132,15 +135,18 @@ class Process:
             recorded=self._so_far,
         )
         self.session = _Recording(session)
-        self._left = 0.0
+        self._next = 0.0
         recorder.open_session(session, everywhere=True)
 
     def _so_far(self) -> None:
         """Leave what is known now, now and then: `multiprocessing.Pool` kills its workers, `os._exit` skips the end."""
-        now = time.monotonic()
-        if self.session is not None and now - self._left >= SO_FAR_SECONDS:
-            self._left = now
-            self._leave({"state": "running", "summary": self.session.summary(), "unrecorded": self.unrecorded})
+        began = time.monotonic()
+        if self.session is not None and began >= self._next:
+            self._next = math.inf  # for other threads
+            try:
+                self._leave({"state": "running", "summary": self.session.summary(), "unrecorded": self.unrecorded})
+            finally:
+                self._next = began + max(SO_FAR_SECONDS, (time.monotonic() - began) / SO_FAR_SHARE)
 
     def _tell_workers(self) -> None:
         """Workers of `multiprocessing` may end without `atexit`, and forget finalizers as they begin."""
@@ -187,8 +193,9 @@ class Process:
         """Write this process's report, whole or not at all; without the folder there is nobody to read it."""
         folder = Path(self.plan["reports"])
         fresh = folder / f".{self._report}"
+        text = json.dumps({"pid": os.getpid(), "parent": os.getppid(), **report})
         with suppress(OSError):
-            fresh.write_text(json.dumps({"pid": os.getpid(), "parent": os.getppid(), **report}), encoding="utf-8")
+            fresh.write_text(text, encoding="utf-8")
             os.replace(fresh, folder / self._report)
 
 
@@ -221,9 +228,19 @@ class Trail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._memory: mmap.mmap | None = None
+        self._lock = threading.Lock()
+        self._running: dict[int, str] = {}
 
     def write(self, text: str) -> None:
-        """Note the call, or "" for none; nothing where the file cannot be made."""
+        """Note this thread's call, or "" when it has come back: then one that is running in another thread, if any."""
+        with self._lock:
+            self._running.pop(threading.get_ident(), None)
+            if text:
+                self._running[threading.get_ident()] = text
+            self._put(next(reversed(self._running.values()), ""))
+
+    def _put(self, text: str) -> None:
+        """Into the file; nothing where it cannot be made."""
         if self._memory is None:
             with suppress(OSError):
                 self._path.write_bytes(bytes(self.SIZE))

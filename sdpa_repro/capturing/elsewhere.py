@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
+from types import CellType
 from typing import Any
 
+import torch
 from torch import nn
 
 OTHER_KERNELS = (
@@ -18,6 +21,7 @@ OTHER_KERNELS = (
     "sageattention",
     "tensorrt_llm",
     "flashinfer",
+    "torch.nn.attention.varlen",
 )
 """Packages that compute attention with kernels of their own."""
 
@@ -49,7 +53,7 @@ def hints(children_before: float, *, thorough: bool) -> list[str]:
         return found
     if "torch.nn.attention.flex_attention" in sys.modules and "transformers" not in sys.modules:
         found.append("flex_attention is loaded (it compiles kernels of its own)")
-    return found + _other_implementations()
+    return found + _held() + _lowered() + _other_implementations()
 
 
 def compiled_regions() -> int:
@@ -62,8 +66,45 @@ def compiled_regions() -> int:
 
 
 def _children_alive() -> int:
+    """Children of `multiprocessing` that nobody has waited for; unlike `active_children()` this does not either."""
     multiprocessing: Any = sys.modules.get("multiprocessing.process")
-    return len(multiprocessing.active_children()) if multiprocessing is not None else 0
+    try:
+        children = list(multiprocessing._children) if multiprocessing is not None else []
+        return sum(child._popen is not None and child._popen.returncode is None for child in children)
+    except Exception:  # not a public interface
+        return 0
+
+
+def _held() -> list[str]:
+    """Objects outside modules that have the function itself: a replacement in the modules does not reach them."""
+    current: Any = torch._C._nn.scaled_dot_product_attention
+    count = sum(_calls_it(holder) for holder in gc.get_referrers(getattr(current, "original", current)))
+    if not count:
+        return []
+    return [
+        f"{count} object{'s' * (count != 1)} made before the capture that hold{'s' * (count == 1)} the function itself "
+        "(a partial, a closure, an attribute; calls through it are not seen)"
+    ]
+
+
+def _calls_it(holder: Any) -> bool:
+    """Whether it is a partial, a closure, or the attributes of a module or class, and none of torch's own tables."""
+    if type(holder) is dict:
+        return "__module__" in holder or "_parameters" in holder
+    return isinstance(holder, (functools.partial, CellType, nn.Module))
+
+
+def _lowered() -> list[str]:
+    """Code that calls SDPA below Python's functions: TorchScript, and graphs as `torch.export` writes them."""
+    scripted = exported = False
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if issubclass(kind, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+            scripted = True
+        elif issubclass(kind, torch.fx.GraphModule):
+            exported |= any("aten.scaled_dot_product" in str(node.target) for node in thing.graph.nodes)
+    found = ["TorchScript is loaded (attention that runs inside is not seen)"] if scripted else []
+    return found + (["torch.export graphs with attention (calls that run inside are not seen)"] if exported else [])
 
 
 def _other_implementations() -> list[str]:

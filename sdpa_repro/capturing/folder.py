@@ -5,6 +5,7 @@ Several processes may write into one folder (ranks, workers): each change holds 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -127,7 +128,9 @@ def _append(index: Path, entry: Mapping[str, Any]) -> None:
     try:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, b"\n" * torn + _line(entry))
+        line = b"\n" * torn + _line(entry)
+        if os.write(descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(descriptor)
 
@@ -163,4 +166,6 @@ def _locked(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
+        with suppress(OSError):  # closing is not enough: a child forked meanwhile has the file open, lock included
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)

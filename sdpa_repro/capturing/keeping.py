@@ -2,11 +2,13 @@
 
 A call that is wrong, or asked for by its number, is on the disk before the run goes on, which may end at any moment.
 Where every call is wanted, healthy ones are written while the run goes on: one at a time, so that memory holds one.
+What is wrong never goes without a dump because less severe calls have taken the slots or the room: they leave.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,6 +69,7 @@ class Keeper:
         self._ahead: Kept | None = None
         self._pending: Pending | None = None
         self._writer = Aside(lambda: None)
+        self._bytes = 0
 
     def offer(self, record: CallRecord, seen: Seen) -> CallRecord:
         """Dump the call if it is to be dumped now; the record with `kept`, or a note on what it would take.
@@ -75,10 +78,9 @@ class Keeper:
         """
         if self.options.everything:
             ahead, self._ahead = self._ahead, None
-            full = ahead is None and len(self.kept) >= self.options.slots
-            return record if full else self._write(record, seen, ahead)
+            return self._write(record, seen, ahead)
         if _urgent(record):
-            return self._at_once(record, seen)
+            return self._write(record, seen, None)
         best = self._candidate.record.severity if self._candidate is not None else (-1, 0.0)
         if self.kept or record.severity <= best:
             return record
@@ -93,30 +95,37 @@ class Keeper:
 
     def settle(self) -> CallRecord | None:
         """Wait for the dump that is being written, if any: its record with `kept`. Raises InputError."""
-        pending, self._pending = self._pending, None
-        if pending is None or pending.job.lost:
+        pending = self._pending
+        if pending is None:
             return None
-        return self._keep(pending.record, pending.job.result(), None)
+        pending.job.wait()  # which Ctrl-C may end
+        self._pending = None
+        return self._keep(pending.record, pending.job.result(), [])
+
+    def forked(self) -> None:
+        """In a forked child: what was written, or is about to be, is the parent's."""
+        self._candidate = self._pending = self._ahead = None
+        self.kept, self._bytes = [], 0
+        self._writer.forked()
 
     def finish(self) -> CallRecord | None:
         """Write the worst healthy call when nothing else was written; its record. Raises InputError."""
         candidate, self._candidate = self._candidate, None
         if candidate is None or self.kept:
             return None
-        return self._save(candidate.record, candidate.document, None)
+        return self._save(candidate.record, candidate.document, [])
 
-    def _at_once(self, record: CallRecord, seen: Seen) -> CallRecord:
-        """A call that is wrong or raised: into a free slot, or instead of the least bad dump."""
-        if len(self.kept) < self.options.slots:
-            return self._write(record, seen, None)
-        least = min(self.kept, key=lambda each: each.record.severity)
-        if record.severity > least.record.severity:
-            return self._write(record, seen, least)
-        return record
+    def _write(self, record: CallRecord, seen: Seen, ahead: Kept | None) -> CallRecord:
+        """Dump the call, or those of its batch rows that fit and fail, or note how much room it needs.
 
-    def _write(self, record: CallRecord, seen: Seen, instead_of: Kept | None) -> CallRecord:
-        """Dump the call, or those of its batch rows that fit and fail, or note how much room it needs."""
-        room = self.options.max_bytes - sum(each.nbytes for each in self.kept if each is not instead_of)
+        `ahead` is the dump of its inputs, which this one replaces. A call that is wrong or raised takes slots and room
+        of less severe ones.
+        """
+        first = [ahead] if ahead is not None else []
+        weaker = [each for each in self._weaker(record) if each is not ahead]
+        if not first and not weaker and len(self.kept) >= self.options.slots:
+            return record
+        room = self._room(first + weaker)
         call, output, note = seen.call, seen.output, ""
         needed = viewed_bytes(call, output)
         if needed > room:
@@ -124,8 +133,29 @@ class Keeper:
             if part is None:
                 return replace(record, note=f"not kept: needs {needed} bytes, {max(room, 0)} left of --max-bytes")
             call, output, note = part
+            needed = viewed_bytes(call, output)
         record = replace(record, note=note)
-        return self._save(record, self._document(record, call, output), instead_of)
+        leaving = self._leaving(needed, first, weaker)
+        return self._save(record, self._document(record, call, output), leaving)
+
+    def _room(self, leaving: list[Kept]) -> int:
+        """Bytes that are left, or will be when some dumps have gone."""
+        return self.options.max_bytes - self._bytes + sum(each.nbytes for each in leaving)
+
+    def _weaker(self, record: CallRecord) -> list[Kept]:
+        """The dumps that may make way for this call, the least severe first."""
+        if not _urgent(record):
+            return []
+        return [each for each in reversed(self.kept) if each.record.severity < record.severity]
+
+    def _leaving(self, needed: int, first: list[Kept], weaker: list[Kept]) -> list[Kept]:
+        """The `first` ones and as many more as have to go for a slot and `needed` bytes."""
+        found = list(first)
+        for each in weaker:
+            if len(self.kept) - len(found) < self.options.slots and needed <= self._room(found):
+                break
+            found.append(each)
+        return found
 
     def _part(self, record: CallRecord, seen: Seen, room: int) -> tuple[AttentionCall, Tensor, str] | None:
         """The guilty batch rows alone, if they fit into `room` bytes and still fail when run by themselves."""
@@ -146,10 +176,11 @@ class Keeper:
         keywords = self._describe(record, call)
         return beside(call, lambda: dump.snapshot(call, output, **keywords))
 
-    def _save(self, record: CallRecord, document: dict[str, Any], instead_of: Kept | None) -> CallRecord:
+    def _save(self, record: CallRecord, document: dict[str, Any], leaving: list[Kept]) -> CallRecord:
+        """Write the dump, and take those off the disk that leave."""
         rows, keys = record.query[-2], record.key[-2]
         name = folder.stem_of(record.module, folder.layer_of(record.module), record.index, rows, keys, record.rank)
-        replaced = instead_of.file if instead_of is not None else None
+        replaced = leaving[0].file if leaving else None
 
         def write() -> tuple[str, int]:
             return folder.add(
@@ -159,16 +190,26 @@ class Keeper:
         if self.options.keep == "all" and self.options.call is None and not _urgent(record):
             self._pending = Pending(record, self._writer.begin(write))
             return record
-        return self._keep(record, write(), instead_of)
+        return self._keep(record, write(), leaving)
 
-    def _keep(self, record: CallRecord, written: tuple[str, int], instead_of: Kept | None) -> CallRecord:
+    def _keep(self, record: CallRecord, written: tuple[str, int], leaving: list[Kept]) -> CallRecord:
         """Note a dump that is on the disk."""
         record = replace(record, kept=written[0])
-        self.kept = [each for each in self.kept if each is not instead_of]
-        self.kept.append(Kept(record, *written))
-        self.kept.sort(key=lambda each: each.record.severity, reverse=True)
+        for each in leaving:
+            self.kept.remove(each)
+            self._bytes -= each.nbytes
+        for each in leaving[1:]:
+            folder.remove(self.out, each.file)
+        insort(self.kept, Kept(record, *written), key=_order)
+        self._bytes += written[1]
         self._candidate = None
         return record
+
+
+def _order(kept: Kept) -> tuple[int, float]:
+    """The most severe first."""
+    kind, ratio = kept.record.severity
+    return -kind, -ratio
 
 
 def _urgent(record: CallRecord) -> bool:

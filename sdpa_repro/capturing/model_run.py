@@ -19,6 +19,7 @@ from sdpa_repro.capturing.records import Options
 from sdpa_repro.capturing.session import Session
 from sdpa_repro.environment import preload as run_preloads
 from sdpa_repro.environment import software, torch_folder
+from sdpa_repro.errors import InputError
 
 if TYPE_CHECKING:
     from sdpa_repro.capturing.options import PrefillOptions
@@ -39,9 +40,9 @@ def capture_model(
 
     unpadded: run the prompt without padding first and report under `prefills`, in words, and `moved`, in numbers, what
     padding does to the next token. Under torchrun each rank runs its share of the lengths, or with a `tp_plan` its part
-    of the model for all of them, and reports for itself (see `together`); when the run breaks there, as it does when
-    another rank dies, `failed` says how. Raises InputError for what the user can mend: the model, the inputs, the
-    folder, a preload file.
+    of the model for all of them, and reports for itself (see `together`). When the model fails, as it does when another
+    rank dies, `failed` says how. Raises InputError for what the user can mend: the model, the inputs, the folder, a
+    preload file.
     """
     preloaded = run_preloads([Path(path) for path in preload])
     for line in machine(prefill_options.device):
@@ -62,15 +63,17 @@ def capture_model(
             for total in lengths:
                 progress(f"total length {total} ({total - prefill.length} of padding): {residues(total)}")
                 session.note(total_length=total, padding=_padding(prefill, total))
-                logits[total] = forward(prefill, padded(prefill, total))
+                try:
+                    logits[total] = forward(prefill, padded(prefill, total))
+                except Exception as error:
+                    if isinstance(error, InputError) and not session.calls and ranks.world() == 1:
+                        raise
+                    failed = _failure(error)
+                    break
     except Stopped:
         progress("stopped at the first wrong call")
     except KeyboardInterrupt:
         interrupted = True
-    except RuntimeError as error:
-        if ranks.world() == 1:
-            raise
-        failed = f"rank {ranks.rank()}: {load_errors.first_line(error)}"
     finally:
         session.close()
     found = report.of_session(session.summary(), Path(out), preloaded)
@@ -79,6 +82,13 @@ def capture_model(
     found["prefills"] = _beside_unpadded(logits, prefill.length) if unpadded else []
     found["moved"] = _moved(logits, prefill.length) if unpadded else []
     return found
+
+
+def _failure(error: Exception) -> str:
+    """How a prefill failed: the model's own error is no fault of this program, and what was recorded stays of use."""
+    text = load_errors.first_line(error)
+    text = text if isinstance(error, InputError) else f"the model raised {type(error).__name__}: {text}"
+    return f"rank {ranks.rank()}: {text}" if ranks.world() > 1 else text
 
 
 def _beside_unpadded(logits: Mapping[int, Tensor], length: int) -> list[str]:

@@ -18,6 +18,7 @@ NESTED = "nested tensors"
 FUNCTORCH = "functorch (vmap, grad) tensors"
 FLAT = "tensors of less than two dimensions (which torch refuses)"
 GRAPH = "CUDA graph capture (replays are not seen)"
+RECOMPUTED = "recomputed by torch.utils.checkpoint, which stops within the call"
 
 _PLAIN_DISPATCH = Tensor.__torch_dispatch__
 
@@ -83,6 +84,13 @@ def _reason(tensor: Any) -> str | None:
     if tensor.layout != torch.strided:
         return "sparse tensors"
     return "meta tensors" if tensor.is_meta else None
+
+
+def ends_early(error: Exception) -> bool:
+    """Whether it is no failure: `torch.utils.checkpoint` ends a recomputation this way when it has all it needs."""
+    checkpoint = sys.modules.get("torch.utils.checkpoint")
+    kind = getattr(checkpoint, "_StopRecomputationError", None)
+    return kind is not None and isinstance(error, kind)
 
 
 def local(call: AttentionCall, output: Tensor) -> tuple[AttentionCall, Tensor] | str:

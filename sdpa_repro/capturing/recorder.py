@@ -7,15 +7,16 @@ result is handed on untouched; sessions look at it right afterwards, on the live
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional
@@ -25,7 +26,8 @@ from torch.utils import _python_dispatch
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.capturing.aside import Aside
 from sdpa_repro.capturing.caller import Callers
-from sdpa_repro.capturing.passing import COMPILED, NOT_TENSORS, bind, local, reason_to_pass
+from sdpa_repro.capturing.handlers import hand_on
+from sdpa_repro.capturing.passing import COMPILED, NOT_TENSORS, RECOMPUTED, bind, ends_early, local, reason_to_pass
 from sdpa_repro.capturing.patching import Patch, Replacement
 from sdpa_repro.replaying.backends import dispatched
 from sdpa_repro.replaying.check import LiveCheck
@@ -75,8 +77,13 @@ class Seen:
         return live
 
     def again(self, call: AttentionCall) -> Tensor:
-        """The same function on other arguments, in the model's grad mode and autocast, unseen by its other modes."""
-        output: Tensor = self.original(call.query, call.key, call.value, **call.keywords)
+        """The same function on other arguments, in the model's grad mode and autocast, unseen by its other modes.
+
+        What autograd saves is not shown to hooks of the model: `torch.utils.checkpoint` counts it.
+        """
+        own = torch.autograd.graph.saved_tensors_hooks(_itself, _itself) if torch.is_grad_enabled() else nullcontext()
+        with own:
+            output: Tensor = self.original(call.query, call.key, call.value, **call.keywords)
         return output
 
 
@@ -97,6 +104,14 @@ class Listener(Protocol):
 
     def elsewhere(self, thread: str) -> None:
         """Count a call made outside the session's context."""
+
+
+@runtime_checkable
+class Forks(Protocol):
+    """A session that has something to put right in a forked child."""
+
+    def forked(self) -> None:
+        """This is a child's copy: other threads are gone, with whatever they were doing or holding."""
 
 
 @dataclass(frozen=True)
@@ -162,16 +177,27 @@ def close_session(session: Listener) -> None:
         _RECORDER.open = tuple(each for each in _RECORDER.open if each is not session)
         _RECORDER.everywhere = tuple(each for each in _RECORDER.everywhere if each is not session)
         if not _RECORDER.open and _RECORDER.patch is not None:
-            _RECORDER.patch.restore()
-            _RECORDER.patch = None
+            patch, _RECORDER.patch = _RECORDER.patch, None  # Ctrl-C may come at any of these lines
+            patch.restore()
 
 
 def forget_sessions() -> None:
-    """In a forked child: the sessions are copies of the parent's, and a lock may be held; the patch stays."""
-    _RECORDER.lock = threading.RLock()
-    _RECORDER.aside = Aside(lambda: _INSIDE.set(True))
+    """In a forked child: the sessions are copies of the parent's; the patch stays."""
     _RECORDER.open = _RECORDER.everywhere = ()
     _HERE.set(())
+
+
+def _forked() -> None:
+    """In a forked child, where locks that other threads held are never released."""
+    _RECORDER.lock = threading.RLock()
+    _RECORDER.aside.forked()
+    for session in _RECORDER.open:
+        if isinstance(session, Forks):
+            session.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _attention(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -189,7 +215,7 @@ def _attention(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     try:
         output = original(*args, **kwargs)
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
+        text = RECOMPUTED if ends_early(error) else f"{type(error).__name__}: {error}"
         _guarded(sessions, lambda: _failed(begun, text))
         raise
     else:
@@ -204,6 +230,7 @@ def _guarded(sessions: tuple[Listener, ...], look: Callable[[], Result]) -> Resu
     try:
         return look()
     except Exception as error:
+        hand_on(error)
         for session in sessions:
             session.passed(f"the recorder could not look at it ({type(error).__name__}: {error})"[:200])
         return None
@@ -240,11 +267,11 @@ def _end(begun: Begun, output: Any) -> None:
         return
     with unseen():
         here = local(begun.call, output)
-        for session, index in begun.takers:
-            if isinstance(here, str):
+        if isinstance(here, str):
+            for session, _ in begun.takers:
                 session.passed(here)
-            else:
-                session.take(index, replace(begun.seen, output=here[1]))
+        else:
+            _show(begun.takers, replace(begun.seen, output=here[1]))
 
 
 def _failed(begun: Begun, error: str) -> None:
@@ -252,8 +279,23 @@ def _failed(begun: Begun, error: str) -> None:
     if begun.seen is None:
         return
     with unseen():
-        for session, index in begun.takers:
-            session.take(index, replace(begun.seen, error=error))
+        if error == RECOMPUTED:
+            for session, _ in begun.takers:
+                session.passed(RECOMPUTED)
+        else:
+            _show(begun.takers, replace(begun.seen, error=error))
+
+
+def _show(takers: tuple[tuple[Listener, int], ...], seen: Seen) -> None:
+    """Let every session look, also when one of them ends the run. Raises `Stopped`."""
+    stops = []
+    for session, index in takers:
+        try:
+            session.take(index, seen)
+        except Stopped as stop:
+            stops.append(stop)
+    if stops:
+        raise stops[0]
 
 
 def _fast_path(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -269,6 +311,10 @@ def phase_of(call: AttentionCall) -> str:
     if rows == 1:
         return "decode" if keys > 1 else "unknown"
     return "prefill" if keys >= rows > 1 else "unknown"
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def unseen() -> AbstractContextManager[Any]:

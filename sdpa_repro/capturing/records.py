@@ -25,8 +25,8 @@ class Options:
     call: only this index (0 for the first call of the session), and dump it whatever comes of it. module: a
     part of the module path, or a pattern with `*`. phase: "prefill", "decode" or "all"; a call of unknown
     phase always counts. keep: "diverging" (when none does, the single worst), "worst" or "all". max_dumps:
-    None is 8, and no limit for keep="all". max_bytes: for all dumps of the session together. check: judge
-    every call live; without it the first `max_dumps` calls are dumped.
+    None is 8, and no limit for keep="all". max_bytes: for all dumps of the session together. Wrong calls take the place
+    of less severe ones. check: judge every call live; without it the first `max_dumps` calls are dumped.
     """
 
     call: int | None = None
@@ -125,7 +125,8 @@ class CallRecord:
             return f"{where} raised {self.reason}"
         rows = f"{self.wrong_rows} query row{'s' if self.wrong_rows != 1 else ''}"
         first = "batch {}, head {}, row {}".format(*self.rows[0]) if self.rows else "place unknown"
-        how = "NaN or Inf" if self.status == "nonfinite" else f"{self.ratio:.3g} x the threshold"
+        odd = self.reason.removeprefix("is ") or "NaN or Inf"  # the reason: finite where the definition gives NaN
+        how = odd if self.status == "nonfinite" else f"{self.ratio:.3g} x the threshold"
         return f"{where} is wrong in {rows} (first: {first}): {how}, {self.kernel}"
 
 
@@ -144,6 +145,11 @@ def describe_mask(call: AttentionCall) -> str:
 
 def nothing_seen(summary: Mapping[str, Any]) -> str:
     """Why there is no record, from what a summary says was seen instead, and what to do, in one line."""
+    if summary["seen"] and summary["problems"]:
+        return (
+            f"none of the {summary['seen']} scaled_dot_product_attention calls could be recorded: "
+            f"{summary['problems'][0]}; mend that, or run again with another --out"
+        )
     if summary["seen"]:
         modules = ", ".join(summary["modules"][:4]) + (", …" if len(summary["modules"]) > 4 else "")
         return (
@@ -181,6 +187,8 @@ def _advice(summary: Mapping[str, Any]) -> str:
         return "run the whole script under: sdpa-repro capture -- script.py"
     if any("torch.compile" in hint for hint in summary["hints"]):
         return UNCOMPILED
+    if any("function itself" in hint for hint in summary["hints"]):
+        return "start the capture before they are made, or run the script under: sdpa-repro capture -- script.py"
     if any("attn_implementation" in hint for hint in summary["hints"]):
         return "load the model with attn_implementation='sdpa' and run again"
     return "if a transformers model is to be looked at, load it with attn_implementation='sdpa' and run again"

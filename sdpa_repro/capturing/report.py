@@ -37,9 +37,8 @@ def of_script(run: ScriptRun, out: Path, options: Options, preloaded: Sequence[M
     merged["dumps"] = [dump for dump in merged["dumps"] if (out / dump["file"]).is_file()]
     lost = [report for report in run.reports if report["state"] == "running"]
     known = {dump["file"] for dump in merged["dumps"]}
-    for entry in run.new:
-        if entry["file"] not in known:
-            merged["dumps"].append(of_entry(entry))
+    if lost:  # else a new line of the index is of another capture into the same folder
+        merged["dumps"] += [of_entry(entry) for entry in run.new if entry["file"] not in known]
     merged["script"] = {
         "status": run.status,
         "end": run.end,
@@ -199,6 +198,8 @@ def answer(report: Report) -> str:
         return f"{report['raised']} of {count} raised; {_record(top).sentence()}{suffix}"
     if top["status"] == "unchecked":
         return f"{count} recorded, none of them checked ({top['reason']}){suffix}"
+    unchecked = sum(call["status"] == "unchecked" for call in report["calls"])
+    count += f", {unchecked} of them not checked" if unchecked else ""
     return f"no wrong attention call: {count}, the worst at {top['ratio']:.2g} x its threshold{suffix}"
 
 

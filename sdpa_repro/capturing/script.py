@@ -131,7 +131,7 @@ def environment_with(plan: Mapping[str, Any], variable: str = child.VARIABLE) ->
 
 
 def run_command(command: list[str], environment: dict[str, str], stdout: int | None) -> tuple[int, bool]:
-    """Run to the end; exit status and whether Ctrl-C was pressed (the terminal sends it to the script too)."""
+    """Run to the end; exit status and whether Ctrl-C was pressed, which a terminal sends to the script too."""
     interrupts: list[int] = []
     try:
         process = subprocess.Popen(command, env=environment, stdout=stdout)
@@ -140,12 +140,26 @@ def run_command(command: list[str], environment: dict[str, str], stdout: int | N
 
     def interrupted(number: int, _: object) -> None:
         interrupts.append(number)
-        if not sys.stdin or not sys.stdin.isatty():
+        if not _in_foreground():
             process.send_signal(number)
 
     with _signals({signal.SIGINT: interrupted, signal.SIGTERM: lambda number, _: process.send_signal(number)}):
         returned = process.wait()
     return (returned if returned >= 0 else 128 - returned), bool(interrupts)
+
+
+def _in_foreground() -> bool:
+    """Whether this process and its children are what the terminal sends Ctrl-C to, wherever their input comes from."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
 
 
 @contextmanager

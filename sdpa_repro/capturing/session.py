@@ -18,6 +18,7 @@ from torch import Tensor
 from sdpa_repro import environment, ranks
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.capturing import elsewhere, folder
+from sdpa_repro.capturing.handlers import hand_on
 from sdpa_repro.capturing.keeping import Keeper
 from sdpa_repro.capturing.ledger import Ledger
 from sdpa_repro.capturing.recorder import Seen, Stopped, beside, listening
@@ -29,6 +30,9 @@ from sdpa_repro.replaying.variants import explicit_mask
 Progress = Callable[[str], None]
 QUIET_SECONDS = 10.0
 """A sign of life at most this often while no call goes wrong."""
+
+NAMES, PROBLEMS = 100, 20
+"""Most threads and reasons that are counted by name, and most problems that are told: runs may be very long."""
 
 
 class Session:
@@ -66,6 +70,7 @@ class Session:
         self._passed: Counter[str] = Counter()
         self._elsewhere: Counter[str] = Counter()
         self._problems: list[str] = []
+        self._problem_count = 0
         self._children = elsewhere.child_seconds()
         self._lock = threading.RLock()
         self._spoke = time.monotonic()
@@ -106,12 +111,12 @@ class Session:
                 "checked": len(self._records),
                 "wrong": self._records.wrong,
                 "raised": self._records.statuses["raised"],
-                "calls": [asdict(record) for record in self.calls],
+                "calls": [dict(vars(record)) for record in self.calls],
                 "dumps": [each.file for each in self._keeper.kept],
                 "passed": dict(self._passed),
                 "elsewhere": dict(self._elsewhere),
                 "hints": elsewhere.hints(self._children, thorough=not self._seen),
-                "problems": list(self._problems),
+                "problems": self._told_problems(),
                 "stopped": self._stopped,
             }
 
@@ -138,12 +143,12 @@ class Session:
     def passed(self, reason: str) -> None:
         """Count a call that could not be looked at."""
         with self._lock:
-            self._passed[reason] += 1
+            _count(self._passed, reason)
 
     def elsewhere(self, thread: str) -> None:
         """Count a call made in a context that is not this session's."""
         with self._lock:
-            self._elsewhere[thread] += 1
+            _count(self._elsewhere, thread)
 
     def enter(self, index: int, seen: Seen) -> None:
         """Leave a trail; the inputs of a call that was asked for by index go to the disk before it runs."""
@@ -155,6 +160,7 @@ class Session:
             with self._lock:
                 self._keeper.ahead(self._record(index, seen), seen)
         except Exception as error:
+            hand_on(error)
             self._problem(error, index)
 
     def take(self, index: int, seen: Seen) -> None:
@@ -164,6 +170,7 @@ class Session:
         try:
             record = self._record(index, seen)
         except Exception as error:
+            hand_on(error)
             self._problem(error, index)
             return
         with self._lock:
@@ -173,6 +180,7 @@ class Session:
                 record = self._keeper.offer(record, seen)
                 self._records.amend(record)
             except Exception as error:
+                hand_on(error)
                 self._problem(error, index)
             self._report(record)
             stop = record.wrong and self.options.stop_at_first
@@ -180,6 +188,11 @@ class Session:
         self._recorded()
         if stop:
             raise Stopped(self)
+
+    def forked(self) -> None:
+        """In a forked child: have a lock that nobody holds, and leave to the parent what it was about to write."""
+        self._lock = threading.RLock()
+        self._keeper.forked()
 
     def _settle(self) -> None:
         """Wait for the dump that is being written beside the run, if any."""
@@ -190,6 +203,7 @@ class Session:
         try:
             record = dumped()
         except Exception as error:
+            hand_on(error)
             self._problem(error)
         else:
             if record is not None:
@@ -288,9 +302,15 @@ class Session:
         """Note what went wrong in the recorder itself; the recorded code goes on."""
         text = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {_first_line(str(error))}"
         with self._lock:
-            self._problems.append(text if index is None else f"call {index}: {text}")
-            if len(self._problems) == 1:
+            self._problem_count += 1
+            if self._problem_count <= PROBLEMS:
+                self._problems.append(text if index is None else f"call {index}: {text}")
+            if self._problem_count == 1:
                 self._say(f"recorder: {self._problems[0]}")
+
+    def _told_problems(self) -> list[str]:
+        more = self._problem_count - len(self._problems)
+        return [*self._problems, *([f"{more} more problems of the recorder"] if more else [])]
 
 
 @contextmanager
@@ -340,6 +360,10 @@ def judge(call: AttentionCall, output: Tensor) -> LiveCheck:
     plain = replace(call, attn_mask=explicit_mask(call)) if hasattr(call.attn_mask, "variant") else call
     dtype = output.dtype if output.dtype != call.query.dtype else None
     return beside(call, lambda: check(plain, output, dtype=dtype))
+
+
+def _count(counts: Counter[str], name: str) -> None:
+    counts[name if name in counts or len(counts) < NAMES else "others"] += 1
 
 
 def _head_stride(tensor: Tensor) -> int | None:

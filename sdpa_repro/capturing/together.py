@@ -17,7 +17,7 @@ def of_ranks(own: Report, out: Path, options: Options, before: Sequence[str] = (
     """On rank 0 the report of the whole run; every rank has to call it with its own report.
 
     A rank that broke off (`failed`) says so by not joining, and whoever waits for it is told by the closed
-    connection. Dumps of ranks that cannot be heard are found in the index of `out`: those that are not `before`. As
+    connection. Dumps of ranks that were not heard are found in the index of `out`: those that are not `before`. As
     many dumps stay as one process may write. Other ranks get their own report back.
     """
     try:
@@ -34,8 +34,9 @@ def of_ranks(own: Report, out: Path, options: Options, before: Sequence[str] = (
     merged["dumps"] = list({dump["file"]: dump for dump in reversed(merged["dumps"])}.values())
     if merged["script"] is not None:  # each rank has looked through the folder, and left as many as one may write
         merged["dumps"] = [dump for dump in merged["dumps"] if (out / dump["file"]).is_file()]
-    known = {dump["file"] for dump in merged["dumps"]} | set(before)
-    merged["dumps"] += [of_entry(entry) for entry in folder.entries(out) if entry["file"] not in known]
+    if len(reports) < ranks.world():  # else what is new is of another capture into the same folder
+        known = {dump["file"] for dump in merged["dumps"]} | set(before)
+        merged["dumps"] += [of_entry(entry) for entry in folder.entries(out) if entry["file"] not in known]
     merged["dumps"].sort(key=severity, reverse=True)
     merged["ranks"] = {"world": ranks.world(), "wrong": wrong_ranks([*merged["calls"], *merged["dumps"]])}
     prune(merged, out, options)

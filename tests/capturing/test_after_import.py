@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,3 +71,34 @@ def test_a_module_that_does_not_exist_is_not_found_as_before() -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("no_such_module_at_all")
     forget(finder)
+
+
+def test_asking_whether_the_module_is_there_does_not_use_the_action_up(module: Path) -> None:
+    found: list[int] = []
+    finder = after_import(NAME, lambda: found.append(1))
+    for _ in range(2):
+        assert importlib.util.find_spec(NAME) is not None
+    assert found == []
+    importlib.import_module(NAME)
+    assert found == [1]
+    assert finder not in sys.meta_path
+
+
+def test_a_spec_that_was_asked_for_and_is_used_later_does_not_run_the_action_again(module: Path) -> None:
+    found: list[int] = []
+    after_import(NAME, lambda: found.append(1))
+    spec = importlib.util.find_spec(NAME)
+    assert spec is not None
+    assert spec.loader is not None
+    importlib.import_module(NAME)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert found == [1]
+
+
+def test_two_may_wait_for_one_module(module: Path) -> None:
+    found: list[int] = []
+    for number in (1, 2):
+        after_import(NAME, lambda number=number: found.append(number))  # type: ignore[misc]
+    imported = importlib.import_module(NAME)
+    assert sorted(found) == [1, 2]
+    assert "exec_module" not in vars(imported.__loader__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -97,3 +98,43 @@ def test_modules_that_are_gone_are_forgotten() -> None:
     for _ in range(50):
         assert Root(Named())(callers) == "layers.0.self_attn"
     assert len(callers._paths) < 20
+
+
+def test_a_module_keeps_its_path_while_another_thread_looks_one_up() -> None:
+    """The other thread begins first, and goes on when this one has listed its model but not looked into the list."""
+    callers, listing, listed, told = Callers(), threading.Event(), threading.Event(), threading.Event()
+
+    class Gate:
+        """Stands for a module that is remembered, and stops the other thread when it asks whether that is alive."""
+
+        def __call__(self) -> bool:
+            if threading.current_thread() is other:
+                listing.set()
+                listed.wait(60)
+            return True
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Named()
+
+        def named_modules(self, *arguments: Any, **words: Any) -> Any:
+            yield from super().named_modules(*arguments, **words)
+            listed.set()
+            told.wait(60)
+
+        def forward(self) -> str:
+            name: str = self.inner(callers)
+            return name
+
+    def look_up() -> None:
+        nn.Sequential(Named())(callers)
+        told.set()
+
+    gate: Any = Gate()
+    callers._paths[0, 0] = (gate, gate, "a module")
+    other = threading.Thread(target=look_up)
+    other.start()
+    assert listing.wait(60)
+    assert Outer()() == "inner"
+    other.join(60)

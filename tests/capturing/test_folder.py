@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -117,3 +120,51 @@ def test_writers_at_once_lose_no_line_and_share_no_name(tmp_path: Path) -> None:
 )
 def test_names_mean_something_and_are_safe(module: str, stem: str) -> None:
     assert folder.stem_of(module, folder.layer_of(module), 12, 289, 290) == stem
+
+
+def test_a_line_that_was_cut_short_is_an_error_and_its_dump_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda descriptor, line: whole(descriptor, line[:10]))
+        with pytest.raises(InputError, match="No space left"):
+            folder.add(tmp_path, "first", write, {"status": "diverges"})
+    assert not (tmp_path / "first.pt").exists()
+    folder.add(tmp_path, "second", write, {"status": "diverges"})
+    assert [line["file"] for line in folder.entries(tmp_path)] == ["second.pt"]
+
+
+FORKED_MEANWHILE = """
+import os, sys, threading
+from pathlib import Path
+from sdpa_repro.capturing import folder
+
+out, inside, forked = Path(sys.argv[1]), threading.Event(), threading.Event()
+
+def slow(path):
+    inside.set()
+    forked.wait()
+    return path.write_bytes(b"first")
+
+writer = threading.Thread(target=lambda: folder.add(out, "first", slow, {}))
+writer.start()
+inside.wait()
+until, end = os.pipe()
+child = os.fork()
+if child == 0:
+    os.close(end)
+    os.read(until, 1)  # as long as the parent lives
+    os._exit(0)
+forked.set()
+writer.join()
+print(folder.add(out, "second", lambda path: path.write_bytes(b"second"), {})[0])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no os.fork")
+def test_a_child_that_was_forked_during_a_write_does_not_keep_the_folder_locked(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED_MEANWHILE, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "second.pt\n"

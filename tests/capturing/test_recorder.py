@@ -576,3 +576,53 @@ def test_a_dtensor_is_recorded_as_its_local_shard(tmp_path: Path) -> None:
     assert all(call.status == "agrees" for call in session.calls)
     assert len(session.calls) >= 1
     assert torch.equal(load(session.dumps[0]).call.query, plain)
+
+
+def test_a_recomputation_that_checkpoint_cuts_short_did_not_raise(tmp_path: Path) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def block(hidden: Tensor) -> Tensor:
+        query = hidden * 2
+        return F.scaled_dot_product_attention(query, query, query)
+
+    hidden = torch.randn(1, 2, 5, 8, requires_grad=True)
+    with capture(tmp_path) as session:
+        checkpoint(block, hidden, use_reentrant=False).sum().backward()
+    assert hidden.grad is not None
+    assert [call.status for call in session.calls] == ["agrees"]
+    (reason,) = session.summary()["passed"]
+    assert "torch.utils.checkpoint" in reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_the_program_does_not_lead_the_check_astray(tmp_path: Path, dtype: torch.dtype) -> None:
+    call = make_call(rows=300, width=64, dtype=torch.float32)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with capture(tmp_path) as session:
+            run(call)
+    finally:
+        torch.set_default_dtype(before)
+    assert (session.calls[0].status, session.calls[0].reason) == ("agrees", "")
+
+
+def test_hooks_on_saved_tensors_see_nothing_of_a_call_that_is_made_again(
+    tmp_path: Path, plant: Callable[[str], None]
+) -> None:
+    plant("nan_live")
+    call = make_call(batch=8, dtype=torch.float32, mask=None)
+    saved: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(1)
+        return tensor
+
+    query = call.query.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        F.scaled_dot_product_attention(query, call.key, call.value)
+        expected = len(saved)
+        with capture(tmp_path, max_bytes=200_000) as session:
+            F.scaled_dot_product_attention(query, call.key, call.value)
+    assert "alone, to fit into --max-bytes" in session.calls[0].note
+    assert len(saved) == 2 * expected > 0

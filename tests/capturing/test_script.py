@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -375,3 +376,75 @@ def test_python_scripts_go_to_this_interpreter_even_when_executable(tmp_path: Pa
 def test_signals_have_names() -> None:
     assert signal_name(11) == "SIGSEGV"
     assert signal_name(99) == "signal 99"
+
+
+def test_a_script_may_wait_for_all_threads_that_are_alive(tmp_path: Path) -> None:
+    body = """
+    attend()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join(100)
+            assert not thread.is_alive(), thread.name
+    """
+    done, found = run(tmp_path, [script(tmp_path, body)])
+    assert done.status == 0
+    assert found["seen"] == 1
+
+
+COUNTING = """
+import signal, sys, time
+presses = []
+signal.signal(signal.SIGINT, lambda *_: presses.append(1))
+print("ready", flush=True)
+for _ in range(600):
+    time.sleep(0.05)
+    if presses:
+        break
+time.sleep(0.5)
+print("presses", len(presses), flush=True)
+"""
+
+
+def test_ctrl_c_reaches_a_script_once_also_when_its_input_is_a_file(tmp_path: Path) -> None:
+    pty = pytest.importorskip("pty")
+    (tmp_path / "counting.py").write_text(COUNTING)
+    program = (
+        "import sys; from sdpa_repro.capturing.script import run_script;"
+        "from sdpa_repro.capturing.records import Options;"
+        "run_script(['counting.py'], 'dumps', Options())"
+    )
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(tmp_path)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.execv(sys.executable, [sys.executable, "-c", program])
+    text = b""
+    with open(terminal, "r+b", buffering=0) as screen:
+        while re.search(rb"presses \d", text) is None:
+            try:
+                read = screen.read(1000)
+            except OSError:  # the terminal is closed
+                break
+            if not read:
+                break
+            text += read
+            if b"ready" in text and b"^C" not in text:
+                screen.write(b"\x03")
+                text += b"^C"
+    os.waitpid(child, 0)
+    assert b"presses 1" in text
+
+
+def test_a_script_may_ask_for_torch_before_it_imports_it(tmp_path: Path) -> None:
+    """As transformers does."""
+    path = tmp_path / "asks.py"
+    path.write_text(
+        "import importlib.util\n"
+        "assert importlib.util.find_spec('torch')\n"
+        "import torch\n"
+        "query = torch.ones(1, 1, 3, 4)\n"
+        "torch.nn.functional.scaled_dot_product_attention(query, query, query)\n"
+    )
+    _, found = run(tmp_path, [path])
+    assert found["seen"] == 1

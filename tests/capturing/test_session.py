@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from sdpa_repro import dump
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.capturing import Session, capture, elsewhere
+from sdpa_repro.capturing import session as session_module
 from sdpa_repro.errors import InputError
 from tests.calls import make_call
 
@@ -521,3 +522,117 @@ def test_a_real_models_output_is_the_same_with_the_recorder(tmp_path: Path) -> N
     assert [call.module.split(".")[-3:] for call in session.calls] == [["layers", str(n), "self_attn"] for n in (0, 1)]
     assert session.calls[-1].key_head_stride == 0
     assert all(call.status == "agrees" for call in session.calls)
+
+
+def test_problems_and_names_are_counted_but_not_all_of_them_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(document: Any, path: Path) -> int:
+        raise InputError(f"cannot write {path}: no space left on device")
+
+    monkeypatch.setattr(dump, "save", full)
+    monkeypatch.setattr(session_module, "NAMES", 2)
+    with capture(tmp_path, keep="all") as session:
+        for number in range(30):
+            thread = threading.Thread(target=run, args=(healthy(3),), name=f"request {number}")
+            thread.start()
+            thread.join()
+            run(healthy(3))
+    summary = session.summary()
+    assert summary["elsewhere"] == {"request 0": 1, "request 1": 1, "others": 28}
+    assert len(summary["problems"]) == 21
+    assert summary["problems"][-1] == "10 more problems of the recorder"
+
+
+def test_calls_that_could_not_be_recorded_are_not_called_a_selection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(Session, "_record", broken)
+    said = r"none of the 1 .* could be recorded: call 0: ValueError: a bug"
+    with pytest.raises(InputError, match=said), capture(tmp_path):
+        run(healthy())
+
+
+def test_nested_sessions_share_one_live_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = []
+    real = session_module.check
+
+    def check(*arguments: Any, **words: Any) -> Any:
+        judged.append(1)
+        return real(*arguments, **words)
+
+    monkeypatch.setattr(session_module, "check", check)
+    with capture(tmp_path / "outer") as outer, capture(tmp_path / "inner") as inner:
+        run(healthy())
+    assert len(judged) == 1
+    assert outer.calls[0].ratio == inner.calls[0].ratio
+
+
+def test_a_session_that_stops_the_run_leaves_the_call_to_the_others(tmp_path: Path, plant: Plant) -> None:
+    plant("pytorch_191937")
+    with capture(tmp_path / "outer", stop_at_first=True) as outer, capture(tmp_path / "inner") as inner:
+        run(failing())
+    assert [call.status for call in outer.calls] == [call.status for call in inner.calls] == ["diverges"]
+
+
+def test_what_is_finite_where_the_definition_gives_nan_is_said_to_be(tmp_path: Path) -> None:
+    original = F.scaled_dot_product_attention
+    query = torch.ones(1, 1, 3, 4)
+    key = query.clone()
+    key[..., 0, 0] = float("nan")  # every row sees it: each is NaN by definition
+
+    def finite(*args: Any, **kwargs: Any) -> Tensor:
+        return original(*args, **kwargs).nan_to_num()
+
+    F.scaled_dot_product_attention = finite
+    try:
+        with capture(tmp_path) as session:
+            F.scaled_dot_product_attention(query, key, query)
+    finally:
+        F.scaled_dot_product_attention = original
+    (call,) = session.calls
+    assert call.status == "nonfinite"
+    assert "finite where the definition gives NaN" in call.sentence()
+    assert "NaN or Inf" not in call.sentence()
+
+
+LOCKED = """
+import os, sys, threading
+import torch, torch.nn.functional as F
+from sdpa_repro import capture
+
+query = torch.randn(1, 1, 4, 8)
+inside, forked = threading.Event(), threading.Event()
+
+def hold(session):
+    with session._lock:
+        inside.set()
+        forked.wait()
+
+with torch.no_grad(), capture(sys.argv[1]) as session:
+    F.scaled_dot_product_attention(query, query, query)
+    holder = threading.Thread(target=hold, args=(session,))
+    holder.start()
+    inside.wait()
+    child = os.fork()
+    if child == 0:
+        F.scaled_dot_product_attention(query, query, query)
+        sys.exit(0)
+    forked.set()
+    holder.join()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(status, len(session.calls))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no os.fork")
+def test_a_child_that_was_forked_while_a_thread_held_the_session_goes_on(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOCKED, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "0 1\n"
+    assert index_is_sound(tmp_path)
+    assert len(index(tmp_path)) == 2, "the child's call is the child's to dump, the parent's the parent's"
