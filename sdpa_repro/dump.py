@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sdpa_repro.attention import AttentionCall
-from sdpa_repro.dumping import Refused, archive, schema
+from sdpa_repro.dumping import NoDump, Refused, archive, schema
 from sdpa_repro.dumping.layout import causal_rule, layout, layout_differences, neighbours, stored_tensors
 from sdpa_repro.dumping.plain import plain
 from sdpa_repro.dumping.tensors import build, check_storable, store
@@ -126,7 +126,7 @@ def load(path: Path | str, device: torch.device | str = "cpu") -> Dump:
         reason = error.strerror or error
         raise _input_error(f"cannot read {path}: {reason}: check the path and its access rights") from error
     except ValueError as error:  # Refused, or a path with a null byte
-        raise _input_error(f"cannot use {path} as a dump: {error}: {_mend(str(error))}") from error
+        raise _input_error(f"cannot use {path} as a dump: {error}: {_mend(path, error)}") from error
     try:
         tensors = build(contents, torch.device(device))
     except (RuntimeError, AssertionError, NotImplementedError, MemoryError) as error:
@@ -188,11 +188,11 @@ def _causal_bias(rule: Mapping[str, Any]) -> Tensor:
     return bias
 
 
-def _mend(reason: str) -> str:
+def _mend(path: Path, error: ValueError) -> str:
     """What to do about a file that is refused."""
-    if reason == "it is a folder":
+    if path.is_dir():
         return "give one of the dumps in it"
-    if reason.startswith("it is not a "):  # another kind of file altogether
+    if isinstance(error, NoDump):
         return "give a .pt file that capture wrote"
     return "capture the call again or get a fresh copy"
 

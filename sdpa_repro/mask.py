@@ -209,7 +209,7 @@ def _notes(call: AttentionCall, has_nan: bool, count: int) -> tuple[str, ...]:
     notes, mask = [], call.attn_mask
     if mask is not None and call.is_causal:
         notes.append("is_causal is set as well and applied here (an invalid call: MATH and torch 2.14 reject it)")
-    if mask is not None and not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
+    if mask is not None and is_tensor_mask(call) and not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
         notes.append(f"PyTorch rejects a mask of dtype {mask.dtype}; its values are read here as added")
     if has_nan:
         notes.append("the mask holds NaN")

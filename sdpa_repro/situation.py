@@ -14,7 +14,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from sdpa_repro.attention import AttentionCall, viewed_once
+from sdpa_repro.attention import AttentionCall, is_rule, viewed_once
 
 LARGEST_MASK = 1 << 24
 """A mask with more distinct elements than this is not searched for fully masked rows."""
@@ -175,7 +175,9 @@ def one_kv_head(situation: Situation) -> bool:
 def mask_rows_differ(situation: Situation) -> bool:
     """There is a mask with one row for each query row (and not one row, or one expanded, for all of them)."""
     mask = situation.call.attn_mask
-    return mask is not None and mask.dim() >= 2 and bool(mask.shape[-2] > 1 and mask.stride(-2) != 0)
+    if mask is None or is_rule(mask):  # a `CausalBias` reaches the kernel as a flag
+        return False
+    return mask.dim() >= 2 and bool(mask.shape[-2] > 1 and mask.stride(-2) != 0)
 
 
 def _hidden(mask: Tensor) -> Tensor:

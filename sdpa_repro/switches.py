@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.attention
 
-from sdpa_repro.attention import AttentionCall
+from sdpa_repro.attention import AttentionCall, is_rule
 
 KERNELS = {
     "FLASH_ATTENTION": "flash",
@@ -50,7 +50,7 @@ def read_switches(call: AttentionCall) -> dict[str, Any]:
         "flash_impl": read_or_none(_flash_impl),
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
-        "requires_grad": {name: tensor.requires_grad for name, tensor in call.tensors.items()},
+        "requires_grad": {name: not is_rule(tensor) and tensor.requires_grad for name, tensor in call.tensors.items()},
         "autocast": _autocast(device.type),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "deterministic_warn_only": read_or_none(torch.is_deterministic_algorithms_warn_only_enabled),
@@ -87,7 +87,7 @@ def restored(context: Mapping[str, Any], *, device_type: str | None = None) -> I
         _set_for_block(stack, skipped, flash, context.get(flash.name))
         autocast = context.get("autocast")
         if isinstance(autocast, Mapping) and autocast.get("enabled") is True:
-            recorded = torch.device(str(context.get("device", "cpu"))).type
+            recorded = str(context.get("device", "cpu")).partition(":")[0]
             _enter_autocast(stack, skipped, autocast, device_type or recorded)
         if isinstance(context.get("grad"), bool):
             stack.enter_context(torch.set_grad_enabled(context["grad"]))

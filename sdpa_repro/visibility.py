@@ -20,7 +20,12 @@ BLOCK_ENTRIES = 1 << 24
 
 
 def scores_shape(call: AttentionCall) -> tuple[int, int, int, int]:
-    """(B, H, L, S) of the score matrix, all batch dimensions multiplied into B."""
+    """(B, H, L, S) of the score matrix, all batch dimensions multiplied into B.
+
+    Raises `InputError` for tensors that have none.
+    """
+    if min(call.query.dim(), call.key.dim()) < 2:
+        raise InputError("query or key has fewer than two dimensions: PyTorch rejects such a call")
     batch = math.prod(batch_shape(call))
     heads = call.query.shape[-3] if call.query.dim() > 2 else 1
     return batch, heads, call.query.shape[-2], call.key.shape[-2]

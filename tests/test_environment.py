@@ -97,6 +97,14 @@ def test_restored_lists_what_it_cannot_set() -> None:
         assert set(skipped) >= {"threads", "matmul_precision", "backend PAGED_ATTENTION", "backend MATH", "flash_impl"}
 
 
+def test_a_device_that_is_none_does_not_keep_autocast_from_being_restored() -> None:
+    strange = {"device": "no such device", "autocast": {"enabled": True, "dtype": "bfloat16", "cache": True}}
+    with restored(strange, device_type="cpu"):
+        assert torch.is_autocast_enabled("cpu")
+    with restored(strange) as skipped:
+        assert skipped == ["autocast"]
+
+
 def test_precision_set_by_its_new_names_is_restored() -> None:
     if not hasattr(torch.backends.mkldnn, "matmul"):
         return  # torch before 2.9 has the old names only

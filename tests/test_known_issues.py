@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.bias import causal_lower_right
 
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.known_issues import KNOWN_ISSUES, Match, backend_name, matches, sentence, versions
@@ -85,6 +86,10 @@ def test_191937_needs_mask_rows_that_differ() -> None:
     one_row = replace(gemma(), attn_mask=torch.ones(1, 1, 1, 289, dtype=torch.bool))
     assert efficient("pytorch#191937", one_row) is None
     assert efficient("pytorch#191937", replace(one_row, attn_mask=one_row.attn_mask.expand(1, 1, 289, 289))) is None  # type: ignore[union-attr]
+
+
+def test_191937_does_not_take_a_causal_bias_for_a_mask() -> None:
+    assert efficient("pytorch#191937", replace(gemma(), attn_mask=causal_lower_right(289, 289))) is None
 
 
 def test_191937_between_64_and_128_depends_on_the_gpu() -> None:

@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class Refused(ValueError):  # noqa: N818
     """A document or call that a dump cannot hold. The text is a short reason; `dump` turns it into an InputError."""
+
+
+class NoDump(Refused):
+    """What is there is another kind of file altogether."""

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from sdpa_repro.dumping import Refused
+from sdpa_repro.dumping import NoDump, Refused
 from sdpa_repro.dumping.directory import records
 
 MAX_PICKLE = 4 << 20
@@ -54,7 +54,7 @@ def read(path: Path) -> object:
     with _mapped(path) as data:
         found = {record.name: record for record in records(data)}
         if "data.pkl" not in found or any(name == "constants.pkl" or name.startswith("code/") for name in found):
-            raise Refused("it is not a file that torch.save wrote")
+            raise NoDump("it is not a file that torch.save wrote")
         order = found.get("byteorder")
         if order is not None and data[order.start : order.stop] != sys.byteorder.encode():
             raise Refused("it was written on a machine of another byte order")
@@ -85,7 +85,7 @@ def _mapped(path: Path) -> Iterator[mmap.mmap]:
     if stat.S_ISDIR(status.st_mode):
         raise Refused("it is a folder")
     if not stat.S_ISREG(status.st_mode):
-        raise Refused("it is not a regular file")
+        raise NoDump("it is not a regular file")
     if not status.st_size:
         raise Refused("it is empty")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

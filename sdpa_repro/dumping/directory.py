@@ -12,7 +12,7 @@ import re
 import struct
 from dataclasses import dataclass
 
-from sdpa_repro.dumping import Refused
+from sdpa_repro.dumping import NoDump, Refused
 
 MAX_RECORDS = 64
 MAX_DIRECTORY = 64 << 10
@@ -75,7 +75,7 @@ def _directory(data: mmap.mmap) -> tuple[int, int, int]:
     if end is None:
         if data[:4] == b"PK\3\4":
             raise Refused("it is cut short, or something follows its end")
-        raise Refused("it is not a file that torch.save wrote")
+        raise NoDump("it is not a file that torch.save wrote")
     count, nbytes, first, comment = end[3:7]
     if comment:
         raise Refused("its zip directory is damaged")

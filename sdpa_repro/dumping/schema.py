@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sdpa_repro.attention import ALIGNMENT
-from sdpa_repro.dumping import Refused
+from sdpa_repro.dumping import NoDump, Refused
 from sdpa_repro.dumping.coverage import View, contains, cover
 from sdpa_repro.dumping.plain import flag, integer, integers, listing, mapping, number, plain, text
 
@@ -93,7 +93,7 @@ def version(document: object) -> int:
     """The format version of a document. Raises Refused when it is no dump at all."""
     found = document.get("format") if isinstance(document, dict) else None
     if not isinstance(document, dict) or type(found) is not str or found != FORMAT:
-        raise Refused("it is not a dump of sdpa-repro")
+        raise NoDump("it is not a dump of sdpa-repro")
     return integer(document.get("version"), "version", low=1)
 
 

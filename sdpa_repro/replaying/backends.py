@@ -12,14 +12,16 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sdpa_repro.attention import AttentionCall, output_shape
+from sdpa_repro.attention import AttentionCall, is_rule, output_shape
 from sdpa_repro.replaying.eager import eager, is_emulated
 from sdpa_repro.replaying.variants import autocast_dtype, rows_of
 
@@ -167,6 +169,8 @@ def dispatched(call: AttentionCall) -> str:
 
     Where no kernel takes the call the dispatcher warns.
     """
+    if call.enable_gqa and 0 in (call.key.shape[-3:-2].numel(), call.value.shape[-3:-2].numel()):
+        return "unknown"  # the question, unlike the call, ends the process with SIGFPE (torch 2.10 and later)
     words = dict(call.keywords)
     del words["attn_mask"]
     dropout, causal = words.pop("dropout_p"), words.pop("is_causal")
@@ -217,6 +221,31 @@ def run_in_blocks(
     return output
 
 
+def math_op(call: AttentionCall) -> Tensor:
+    """MATH without `sdpa_kernel`, whose switches hold in all threads: others may attend meanwhile.
+
+    The op takes an additive mask; a bool one it would add as 0 and 1. Raises what PyTorch raises.
+    """
+    mask = call.attn_mask
+    if mask is not None and mask.dtype == torch.bool:
+        dtype, device = call.query.dtype, mask.device
+        shown, hidden = (torch.scalar_tensor(v, dtype=dtype, device=device) for v in (0.0, float("-inf")))
+        call = replace(call, attn_mask=torch.where(mask, shown, hidden))
+    operators: Any = torch.ops.aten
+    output: Tensor = operators._scaled_dot_product_attention_math(
+        call.query,
+        call.key,
+        call.value,
+        call.attn_mask,
+        call.dropout_p,
+        call.is_causal,
+        None,
+        scale=call.scale,
+        enable_gqa=call.enable_gqa,
+    )[0]
+    return output
+
+
 def needed_bytes(call: AttentionCall, backend: Backend) -> int:
     """Estimate of the memory in bytes that the backend takes for the call, output included.
 
@@ -234,8 +263,9 @@ def needed_bytes(call: AttentionCall, backend: Backend) -> int:
     scores = math.prod(shape[:-1]) * call.key.shape[-2]
     wide = max(4, size)
     per_score = 2 * wide + 1 if backend is Backend.MATH else max(2 * wide, 10)
-    mask = call.query.shape[-2] * call.key.shape[-2] * (1 + size) if call.is_causal else 0
-    if call.attn_mask is not None:
+    causal = call.is_causal or is_rule(call.attn_mask)
+    mask = call.query.shape[-2] * call.key.shape[-2] * (1 + size) if causal else 0
+    if call.attn_mask is not None and not is_rule(call.attn_mask):
         mask = call.attn_mask.numel() * size
     inputs = (math.prod(shape[:-1]) + 2 * math.prod(shape[:-2]) * call.key.shape[-2]) * call.query.shape[-1] * wide
     return scores * per_score + mask + inputs + output

@@ -141,9 +141,12 @@ def judged(
     if outcome.kind in FAILED:
         return replace(cell, status=FAILED[outcome.kind])
     expected = values.reference
-    if expected is None or errors is None:
+    if expected is None:
         return replace(cell, status=Status.NOT_COMPARABLE, reason=values.why)
     outputs = load_outputs(saved)
+    if errors is None:
+        shape = tuple(outputs["first"].shape)
+        return replace(cell, status=Status.ERROR, reason=f"an output of shape {shape} for a call of another")
     first = outputs["first"]
     judgement = judge(errors, expected, first.dtype, cell.kernel, noise)
     cell = replace(
@@ -194,7 +197,7 @@ def _compared(
     """
     second = judge(row_errors(other, expected), expected, other.dtype, cell.kernel, noise)
     shape = expected.output.shape
-    gap = (first.reshape(shape).double() - other.reshape(shape).double()).abs().nan_to_num(math.inf, math.inf)
+    gap = _gap(first.reshape(shape).double(), other.reshape(shape).double())
     apart = gap.amax(-1).to(expected.output.device) if shape[-1] else torch.zeros(shape[:-1])
     largest, _ = thresholds(expected, other.dtype, cell.kernel, noise)
     widest = float(torch.where(expected.decides, apart, 0.0).max())
@@ -206,6 +209,12 @@ def _compared(
         return replace(with_judgement(cell, worse), status=Status.UNSTABLE, reason=reason)
     remark = f"bits differ from run to run (by {widest:.3g}, within noise)"
     return replace(cell, remark="; ".join(filter(None, (cell.remark, remark))))
+
+
+def _gap(one: Tensor, other: Tensor) -> Tensor:
+    """Distance of two runs entry by entry: 0 where both are NaN or the same infinity, infinite where one is NaN."""
+    same = (one == other) | (one.isnan() & other.isnan())
+    return (one - other).abs().nan_to_num(math.inf, math.inf).masked_fill_(same, 0.0)
 
 
 def left_in_masked(output: Tensor, expected: Reference, call: AttentionCall) -> str | None:

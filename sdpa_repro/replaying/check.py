@@ -9,7 +9,7 @@ the tiles, then moves to the CPU, then leaves the call unchecked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from sdpa_repro.attention import AttentionCall
-from sdpa_repro.replaying.backends import Backend, run
+from sdpa_repro.replaying.backends import Backend, math_op, run
+from sdpa_repro.replaying.cells import SWALLOWED
 from sdpa_repro.replaying.reference import TILE_BYTES, blocks, check_shapes, four_dims, reference, rows_of
 from sdpa_repro.replaying.screen import screened
 from sdpa_repro.replaying.verdict import (
     Judgement,
     RowErrors,
+    Status,
     compare,
     floor,
     judge,
@@ -154,7 +156,9 @@ def _examine(flat: AttentionCall, output: Tensor, scan: Scan) -> LiveCheck:
         wrong += [(batch, head, int(rows[index])) for index in bad]
         if judgement.ratio >= best.ratio:
             status = judgement.status.value
-            best = LiveCheck(status, judgement.max_abs, judgement.threshold, judgement.ratio)
+            finite = status == Status.NONFINITE.value and bool(output[batch, head, rows[list(bad)]].isfinite().all())
+            reason = SWALLOWED if finite else ""
+            best = LiveCheck(status, judgement.max_abs, judgement.threshold, judgement.ratio, reason=reason)
     if not wrong:
         return best
     total = len(wrong) if len(scan.suspects) <= SUSPECTS else len(scan.suspects)
@@ -169,9 +173,11 @@ def _judge_rows(
     part = rows_of(flat, batch, head, rows)
     expected = reference(part)
     noise: dict[str, RowErrors] = {}
-    for name, backend in (("MATH", Backend.MATH), ("eager", Backend.EAGER)):
+    paths: dict[str, Callable[[AttentionCall], Tensor]]
+    paths = {"MATH": math_op, "eager": lambda call: run(call, Backend.EAGER)}
+    for name, path in paths.items():
         with suppress(Exception):  # a path that cannot run supplies no noise
-            noise[name] = row_errors(run(part, backend), expected)
+            noise[name] = row_errors(path(part), expected)
     judged = judge(row_errors(output[batch, head, rows][None, None], expected), expected, output.dtype, "", noise)
     return judged, judged.bad.rows if judged.bad else ()
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from sdpa_repro.attention import AttentionCall, viewed_once
 from sdpa_repro.dump import Dump, load
 from sdpa_repro.errors import InputError
+from sdpa_repro.replaying.backends import first_line
 from sdpa_repro.replaying.reference import Reference, reference
 from sdpa_repro.replaying.variants import recast
 from sdpa_repro.switches import DTYPES, dtype_name
@@ -36,7 +37,9 @@ class Values:
     @property
     def undecided(self) -> str:
         """Why no row can decide anything; "" when some row can."""
-        if self.reference is None or bool(self.reference.decides.any()):
+        if self.reference is None:
+            return self.why
+        if bool(self.reference.decides.any()):
             return ""
         if bool(self.reference.live.any()):
             return f"every row that is not fully masked {POISONED}"
@@ -95,10 +98,12 @@ def _placed(dump: Dump, device: torch.device) -> AttentionCall:
 
 
 def _with_reference(call: AttentionCall) -> Values:
+    if not call.query.dtype.is_floating_point:
+        return Values(call, why=f"no reference: query is {dtype_name(call.query.dtype)}")
     try:
         return Values(call, reference(call))
-    except (ValueError, RuntimeError, IndexError) as error:
-        return Values(call, why=f"no reference: {str(error).splitlines()[0]}")
+    except (ValueError, RuntimeError, IndexError, TypeError) as error:
+        return Values(call, why=f"no reference: {first_line(error)}")
 
 
 def recorded_autocast(dump: Dump) -> torch.dtype | None:

@@ -89,7 +89,7 @@ def conclude(
         sentence += _about_live(live, wrong, by_name, device_type)
         return Conclusion(Verdict.BACKEND_WRONG, (first, *others), sentence)
     eager = by_name.get(Backend.EAGER.value)
-    if eager is not None and eager.wrong:
+    if eager is not None and eager.wrong and not (undecided and eager.status is Status.ERROR):
         sentence = describe(eager, "eager (matmul, softmax, matmul)", batches, heads)
         return Conclusion(Verdict.EAGER_WRONG, (eager.backend,), sentence + _right_ones(cells))
     if live.wrong:
@@ -106,7 +106,9 @@ def _by_kernel(cells: Iterable[Cell]) -> dict[str, Cell]:
     """
     found: dict[str, Cell] = {}
     for cell in cells:
-        if cell.kernel not in found or cell.backend == cell.kernel:
+        known = found.get(cell.kernel)
+        hung = known is not None and known.status is cell.status is Status.TIMEOUT  # the default row, in full
+        if known is None or (cell.backend == cell.kernel and not hung):
             found[cell.kernel] = cell
     default = found.get(Backend.DEFAULT.value)
     if default is not None and any(
@@ -185,10 +187,21 @@ def _about_live(live: Live, wrong: Mapping[str, Cell], by_name: Mapping[str, Cel
         return ""
     if live.ran in wrong:
         return " (the kernel that ran live)" if len(wrong) > 1 else ""
-    cell = by_name.get(live.ran)
+    cell = _row_of(live.ran, by_name)
     if cell is not None and cell.status is Status.AGREES:
         return f"; {live.ran}, which ran live, is right here"
+    if live.device_type == device_type:
+        return f"; {live.ran}, which ran live, was not judged here ({_why_not(cell)})"
     return f"; {live.ran}, which ran live, does not run here: replay on a {live.device_type} machine to judge it"
+
+
+def _row_of(kernel: str | None, by_name: Mapping[str, Cell]) -> Cell | None:
+    """The kernel's own row, or the default row when that took it; None when neither was asked for."""
+    return by_name.get(kernel or "") or next((cell for cell in by_name.values() if cell.kernel == kernel), None)
+
+
+def _why_not(cell: Cell | None) -> str:
+    return "not among the backends asked for" if cell is None else cell.reason or cell.status.value
 
 
 def _right_ones(cells: Iterable[Cell]) -> str:
@@ -200,7 +213,7 @@ def _invalid(maths: Cell, cells: Iterable[Cell]) -> str:
     """The call itself is at fault; a kernel that takes it anyway is worth naming."""
     kernels = (cell for cell in cells if cell.backend != Backend.EAGER.value)
     accepts = sorted({cell.kernel for cell in kernels if cell.status not in (Status.ERROR, Status.DECLINED)})
-    also = f"; {_and(accepts)} accepts it" if accepts else ""
+    also = f"; {_and(accepts)} accept{'s' if len(accepts) == 1 else ''} it" if accepts else ""
     return f"not a valid call: MATH rejects it ({maths.reason}){also}"
 
 
@@ -221,12 +234,14 @@ def _clean_but_seen(live: Live, by_name: Mapping[str, Cell], device_type: str) -
 
 
 def _absent(live: Live, by_name: Mapping[str, Cell], device_type: str) -> str:
-    """A clause when the kernel that ran live cannot run here, else ""."""
-    cell = by_name.get(live.ran) if live.ran else None
-    if live.ran and cell is not None and cell.status is Status.DECLINED:
-        return f"{live.ran} cannot run on this {device_type}: replay it on a {live.device_type} machine"
+    """A clause when the kernel that ran live cannot or did not run here, else ""."""
+    cell = _row_of(live.ran, by_name)
     if live.device_type != device_type:
+        if live.ran and cell is not None and cell.status is Status.DECLINED:
+            return f"{live.ran} cannot run on this {device_type}: replay it on a {live.device_type} machine"
         return f"captured on {live.device_type}, replayed on {device_type}: replay it on a {live.device_type} machine"
+    if live.ran and (cell is None or cell.status in (Status.DECLINED, Status.NOT_COMPARABLE)):
+        return f"{live.ran}, which ran live, was not judged here ({_why_not(cell)})"
     return ""
 
 

@@ -137,7 +137,7 @@ def layout_changes(recorded: object, found: object) -> list[str] | None:
         for key, word in (("dtype", "dtype"), ("shape", "shape"), ("stride", "stride"), ("align", "data_ptr % 256")):
             if before.get(key) != now.get(key):
                 said.append(f"{name} had {word} {before.get(key)}, has {now.get(key)}")
-        distances, near = before.get("near") or {}, now.get("near") or {}
+        distances, near = (near if isinstance(near := side.get("near"), Mapping) else {} for side in (before, now))
         moved = [other for other, distance in distances.items() if near.get(other) != distance]
         said += [f"{other} no longer begins {distances[other]} bytes from {name}" for other in moved if other > name]
     return said

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from sdpa_repro.attention import AttentionCall
-from sdpa_repro.replaying.runs import TILE, Run, plan, visible
+from sdpa_repro.replaying.poisoned import Broken, sees
+from sdpa_repro.replaying.runs import TILE, Run, plan
 from sdpa_repro.replaying.tiles import EXTRA, Keys, Room, RowScale, attend_block, augmented, extra_columns
 
 CONVERTED_BYTES = 16 << 20
@@ -32,9 +33,6 @@ BLOCK_ROWS = 1024
 
 LARGE = 1 << 24
 """Scores from which several threads are worth their start."""
-
-HIDDEN_KEYS = 4096
-"""Positions with NaN or Inf looked at together, to find the rows they are hidden from."""
 
 
 @dataclass(frozen=True)
@@ -355,7 +353,7 @@ def _head_blocks(call: AttentionCall, part: Part, room: Room, sketch: Sketch | N
         output, scale, live = attend_block(block, rows.start, keys, runs, bias, call, room, size)
         poisoned = torch.zeros_like(live)
         if broken is not None:
-            poisoned, seen = _sees(broken, bias, rows, call.is_causal)
+            poisoned, seen = sees(broken, bias, rows, call.is_causal)
             output.masked_fill_(seen[..., None], float("nan"))
         if not bool(live.all()):
             output.masked_fill_(~live[..., None], 0.0)
@@ -364,11 +362,14 @@ def _head_blocks(call: AttentionCall, part: Part, room: Room, sketch: Sketch | N
 
 def _keys_of(
     call: AttentionCall, batch: int, heads: Heads, room: Room, sketch: Sketch | None
-) -> tuple[Keys, Tensor | None]:
-    """Key and value of some heads, converted when they are small; which positions hold NaN or Inf (H, S), if any."""
+) -> tuple[Keys, Broken | None]:
+    """Key and value of some heads, converted when they are small; which positions hold NaN or Inf, if any."""
     key, value = _chosen(call.key[batch], heads.key_heads), _chosen(call.value[batch], heads.value_heads)
     columns = extra_columns(key, value, room.dtype)
-    broken = None if columns[1] is None else columns[1].repeat_interleave(heads.size, 0)
+    broken = None
+    if columns[1] is not None:
+        query = call.query[batch, heads.first : heads.first + heads.count]
+        broken = Broken.of(columns[1], query, key, value, call.softmax_scale).for_heads(heads.size)
     if sketch is not None:
         value = value.to(room.dtype) @ sketch.columns
     elements = key.shape[0] * key.shape[1] * (key.shape[2] + value.shape[2] + EXTRA)
@@ -377,17 +378,3 @@ def _keys_of(
     converted = room.take("key", *key.shape).copy_(key)
     together = room.take("value", *value.shape[:2], value.shape[2] + EXTRA)
     return Keys(converted, augmented(value, columns, slice(None), together), None), broken
-
-
-def _sees(broken: Tensor, bias: Tensor | None, rows: slice, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Which rows a `broken` position (H, S) is hidden from, and which see one; each (H, R)."""
-    hidden = torch.zeros(len(broken), rows.stop - rows.start, dtype=torch.bool, device=broken.device)
-    seen = torch.zeros_like(hidden)
-    row = torch.arange(rows.start, rows.stop, device=broken.device)[:, None]
-    for keys in broken.any(0).nonzero().flatten().split(HIDDEN_KEYS):
-        allowed = hidden.new_ones(1, len(row), len(keys)) if bias is None else visible(bias[..., keys])
-        allowed = allowed & (keys <= row) if is_causal else allowed
-        there = broken[:, None, keys]
-        hidden |= (there & ~allowed).any(-1)
-        seen |= (there & allowed).any(-1)
-    return hidden, seen

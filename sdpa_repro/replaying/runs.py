@@ -38,8 +38,11 @@ def hidden_below(dtype: torch.dtype) -> float:
 
 
 def visible(bias: Tensor) -> Tensor:
-    """Which entries of a bool or additive mask let the key take part (bool, same shape)."""
-    return bias if bias.dtype == torch.bool else bias > hidden_below(bias.dtype)
+    """Which entries of a bool or additive mask let the key take part (bool, same shape).
+
+    NaN hides nothing: added to a score it makes the row NaN.
+    """
+    return bias if bias.dtype == torch.bool else ~(bias <= hidden_below(bias.dtype))
 
 
 def plan(mask: Tensor | None, is_causal: bool, rows: int, keys: int, step: int, chunk: int) -> list[list[Run]]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.replaying.reference import Sketch, blocks, reference, rows_of
-from sdpa_repro.replaying.runs import hidden_below
+from sdpa_repro.replaying.runs import visible
 from sdpa_repro.replaying.verdict import Factors, compare, floor, floor_factors, rms_share
 
 ROWS, PAIRS = 256, 1 << 18
@@ -129,7 +129,7 @@ def _masked(scores: Tensor, flat: AttentionCall) -> Tensor:
     if mask is not None:
         if mask.dtype != torch.bool:
             scores += mask
-            mask = mask > hidden_below(mask.dtype)
+            mask = visible(mask)
         scores.masked_fill_(~mask, float("-inf"))
     if flat.is_causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_()
@@ -180,8 +180,8 @@ def signs(width: int) -> Tensor:
     side = isqrt(width)
     lines = -(-width // side)
     place = torch.randperm(width, generator=random)
-    sign = torch.randint(2, (2, width), generator=random) * 2.0 - 1.0
-    found = torch.zeros(width, lines + side)
+    sign = torch.randint(2, (2, width), generator=random).float() * 2 - 1
+    found = torch.zeros(width, lines + side, dtype=torch.float32)
     each = torch.arange(width)
     found[each, place // side] = sign[0]
     found[each, lines + place % side] = sign[1]

@@ -24,8 +24,8 @@ NOISE = (Backend.MATH, Backend.EAGER)
 
 ORDER = (*NOISE, *(backend for backend in Backend if backend not in NOISE))
 
-HUNG_SECONDS = 10.0
-"""A kernel that hung on this call gets this long in other cells, or 20 times what MATH took."""
+HUNG_SECONDS, HUNG_FACTOR = 10.0, 20.0
+"""A kernel that hung on this call gets this long when it is run again, or 20 times what MATH's cell took."""
 
 
 def choose_device(dump: Dump, requested: str | None) -> torch.device:
@@ -46,9 +46,9 @@ def choose_device(dump: Dump, requested: str | None) -> torch.device:
 
 
 def _exists(kind: str) -> bool:
-    """Whether a tensor can be made on this type of device."""
+    """Whether a tensor can be made, and read, on this type of device ("meta" holds no values)."""
     try:
-        torch.empty(1, device=kind)
+        torch.zeros(1, device=kind).item()
     except Exception:
         return False
     return True
@@ -77,6 +77,8 @@ class Table:
         self.first: Values | None = None
         self.default = Outcome("declined")
         self.failures: set[tuple[str, str]] = set()
+        self.math_took: float | None = None
+        """Seconds of the last cell of MATH, reading the dump included; None when it did not fit in memory."""
 
     def add(self, dtype: str) -> None:
         """Run and judge every backend in one dtype."""
@@ -120,7 +122,8 @@ class Table:
         """Row errors of an output, if there is one and it can be compared."""
         if values.reference is None or not (outcome.kind == "done" or outcome.answer.get("noise_only")):
             return None
-        return row_errors(load_outputs(self.saved(backend, dtype))["first"], values.reference)
+        output = load_outputs(self.saved(backend, dtype))["first"]
+        return row_errors(output, values.reference) if output.numel() == values.reference.output.numel() else None
 
     def _beyond_floor(
         self, outcomes: Mapping[Backend, Outcome], errors: Mapping[Backend, RowErrors | None], values: Values
@@ -156,8 +159,10 @@ class Table:
             "output": str(self.saved(backend, dtype)),
             "rows": list(rows),
         }
-        limit = min(self.timeout, HUNG_SECONDS) if self._hung(backend) else self.timeout
+        limit = self._patience() if self._hung(backend) else self.timeout
         outcome = self.worker.request(job, limit)
+        if backend is Backend.MATH:
+            self.math_took = outcome.answer.get("took") if outcome.kind == "done" else None
         if outcome.kind not in ("crashed", "timeout", "error"):
             return outcome
         failure = (str(outcome.answer.get("chosen") or backend.value), outcome.kind)
@@ -165,11 +170,18 @@ class Table:
             return outcome
         self.say(f"{label}: {backend.value}: {outcome.reason}; once more in a fresh process")
         self.worker.close()
-        again = self.worker.request(job, limit)
+        again = self.worker.request(job, self._patience() if outcome.kind == "timeout" else limit)
         if again.kind in ("crashed", "timeout", "error"):
             self.failures.add(failure)
             return outcome
-        return Outcome("unstable", f"{_past(outcome)}, then ran in a fresh process", again.answer)
+        then = "ran in a fresh process" if again.kind == "done" else f"not run again ({again.reason})"
+        return Outcome("unstable", f"{_past(outcome)}, then {then}", again.answer)
+
+    def _patience(self) -> float:
+        """Seconds for a kernel that has hung: what it was waited for once is not waited for again."""
+        if self.math_took is None:
+            return self.timeout
+        return min(self.timeout, max(HUNG_SECONDS, float(round(HUNG_FACTOR * self.math_took))))
 
     def _saw(self, kind: str) -> bool:
         """Whether a failure of this kind was confirmed: an exception in a process as fresh needs no second proof."""

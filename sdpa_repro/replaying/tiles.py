@@ -18,6 +18,9 @@ KEY_CHUNK = 1024
 EXTRA = 5
 """Columns appended to value: 1, w, w², k, k·w with w = max |value| and k = |key| of that position."""
 
+LARGE = 1e15
+"""Values and keys up to here have squares, and scores, that are far from the largest float32."""
+
 LOG2_E = log2(e)
 """Scores are held times this, as powers of two: on a CPU `exp2` takes half the time of `exp`."""
 
@@ -47,7 +50,7 @@ class RowScale:
 
 
 def extra_columns(key: Tensor, value: Tensor, precision: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The five extra columns (N, S, 5), and which positions hold NaN or Inf (N, S), None when none does."""
+    """The five extra columns (N, S, 5), and which positions hold NaN or Inf (N, S); None when all numbers are small."""
     groups, keys, _ = key.shape
     extra = torch.ones(groups, keys, EXTRA, dtype=precision, device=key.device)
     for first in range(0, keys, KEY_CHUNK):
@@ -55,11 +58,12 @@ def extra_columns(key: Tensor, value: Tensor, precision: torch.dtype) -> tuple[T
         if value.shape[-1]:
             extra[:, part, 1] = value[:, part].abs().amax(-1).to(precision)
         extra[:, part, 3] = torch.linalg.vector_norm(key[:, part].to(precision), dim=-1)
-    broken = ~(extra[..., 1].isfinite() & extra[..., 3].isfinite())
     extra[..., 2] = extra[..., 1].square()
     extra[..., 4] = extra[..., 1] * extra[..., 3]
-    if not bool(broken.any()):
+    if bool((extra[..., 1::2] < LARGE).all()):
         return extra, None
+    broken = ~(value.isfinite().all(-1) & key.isfinite().all(-1))
+    extra.clamp_(max=torch.finfo(precision).max ** 0.75)  # where a square is infinite, a hidden one must still count 0
     return extra.masked_fill(broken[..., None], 0.0), broken
 
 
@@ -230,7 +234,8 @@ def _finish(
     width, keys, empty = sums.shape[1] - EXTRA, call.key.shape[2], top == float("-inf")
     total = sums[:, width].masked_fill(empty, 1.0)
     result = sums[:, :width].div_(total[:, None])
-    output = turned(result).view(-1, count, heads // sums.shape[0], width).transpose(1, 2).reshape(heads, count, width)
+    groups = sums.shape[0]
+    output = turned(result).view(groups, count, heads // groups, width).transpose(1, 2).reshape(heads, count, width)
     columns = (sums[:, width + column] / total for column in range(1, EXTRA))
     weight, square, norm, product = (_apart(column, heads) for column in columns)
     largest = _apart(((top - base).exp2_() / total).masked_fill_(empty, 0.0), heads)  # of the softmax weights

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdpa_repro.attention import AttentionCall
+from sdpa_repro.attention import AttentionCall, is_rule
 from sdpa_repro.dump import save, snapshot
 from sdpa_repro.replaying.backends import Backend, Declined, first_line, run
 from sdpa_repro.replaying.check import LiveCheck, check
@@ -86,6 +86,8 @@ def with_recorded_grad(call: AttentionCall, context: Mapping[str, Any]) -> Atten
         return call
     tensors = {}
     for name, tensor in call.tensors.items():
+        if is_rule(tensor):  # a copy of a `CausalBias` has lost its rule
+            continue
         wanted = wants.get(name) is True and tensor.dtype.is_floating_point
         tensors[name] = tensor.detach().requires_grad_(wanted)
     return call.with_tensors(tensors)

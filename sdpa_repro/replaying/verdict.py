@@ -128,18 +128,22 @@ def compare(output: Tensor, expected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     largest = difference.amax(-1)
     rms = torch.linalg.vector_norm(difference, dim=-1) * output.shape[-1] ** -0.5
     finite = torch.ones_like(largest, dtype=torch.bool)
-    odd = ~largest.isfinite()
+    odd = ~rms.isfinite()
     if bool(odd.any()):
         largest[odd], rms[odd], finite[odd] = _compare_nonfinite(output[odd], expected[odd])
     return largest.double(), rms.double(), finite
 
 
 def _compare_nonfinite(output: Tensor, expected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`compare` for rows (n, Ev) with NaN or Inf on either side: what does not fit the dtype may be infinite."""
+    """`compare` for rows (n, Ev) with NaN or Inf on either side, or errors whose squares are infinite.
+
+    What does not fit the dtype may be infinite.
+    """
     fits = expected.abs() <= torch.finfo(output.dtype).max * (1 - unit_roundoff(output.dtype) * 8)
     wrong = (fits & ~output.isfinite()).any(-1) | (expected.isnan().any(-1) & output.isfinite().all(-1))
-    difference = torch.where(fits & output.isfinite(), output.to(expected.dtype) - expected, 0.0).abs()
-    return difference.amax(-1), difference.square().mean(-1).sqrt(), ~wrong
+    difference = torch.where(fits & output.isfinite(), output.double() - expected.double(), 0.0).abs()
+    rms = difference.square().mean(-1).sqrt()
+    return difference.amax(-1).to(expected.dtype), rms.to(expected.dtype), ~wrong
 
 
 @dataclass(frozen=True)

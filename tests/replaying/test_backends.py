@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from sdpa_repro.attention import AttentionCall
+from sdpa_repro.dump import load, save, snapshot
+from sdpa_repro.environment import capture_context
+from sdpa_repro.mask import describe
 from sdpa_repro.replaying import eager as eager_module
 from sdpa_repro.replaying.backends import (
     Backend,
@@ -24,8 +29,10 @@ from sdpa_repro.replaying.backends import (
     run_in_blocks,
 )
 from sdpa_repro.replaying.eager import eager, is_emulated
+from sdpa_repro.replaying.jobs import prepared
 from sdpa_repro.replaying.variants import explicit_mask, rows_of
 from tests.calls import make_call
+from tests.definition import attention
 
 RUN_ON_CPU = (Backend.DEFAULT, Backend.EAGER, Backend.MATH, Backend.FLASH_ATTENTION)
 
@@ -175,3 +182,29 @@ def test_needed_memory_grows_with_scores_for_math_and_eager_only() -> None:
     assert 8 * scores <= needed_bytes(call, Backend.EAGER) <= 14 * scores
     assert needed_bytes(call, Backend.FLASH_ATTENTION) < scores
     assert needed_bytes(call, Backend.DEFAULT) < scores
+
+
+def test_a_grouped_call_without_key_heads_is_not_asked_about() -> None:
+    query, key = torch.zeros(1, 6, 8, 16), torch.zeros(1, 0, 8, 16)
+    assert chosen(AttentionCall(query, key, key, enable_gqa=True)) == "unknown"  # asking would end this process
+
+
+def test_a_causal_bias_is_not_asked_for_anything_but_its_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_attention(
+        kind: Any, function: Any, types: Any, arguments: Any = (), words: dict[str, Any] | None = None
+    ) -> Any:
+        """As in torch 2.5, where the mask does not even tell its dtype."""
+        if function is not F.scaled_dot_product_attention:
+            raise NotImplementedError("CausalBias only supports scaled_dot_product_attention")
+        return kind._dispatch(*arguments, **(words or {}))
+
+    call = make_call(rows=5, keys=9, mask=None, layout="dense", dtype=torch.float32)
+    expected = attention(replace(call, attn_mask=torch.ones(5, 9, dtype=torch.bool).tril(4)))
+    call = replace(call, attn_mask=causal_lower_right(5, 9))
+    monkeypatch.setattr(CausalBias, "__torch_function__", classmethod(only_attention))
+    save(snapshot(call, context=capture_context(call)), tmp_path / "call.pt")
+    read = prepared(load(tmp_path / "call.pt"), None)
+    assert describe(read).source == "CausalBias"
+    for backend in (Backend.DEFAULT, Backend.EAGER, Backend.MATH, Backend.FLASH_ATTENTION):
+        assert needed_bytes(read, backend) > 0
+        assert torch.allclose(run(read, backend).double(), expected, atol=1e-5)

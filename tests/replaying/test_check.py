@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.replaying import check as module
@@ -125,3 +126,62 @@ def test_the_tensors_and_the_output_are_left_as_they_are(dtype: torch.dtype) -> 
     check(call, output)
     assert torch.equal(output, kept)
     assert all(torch.equal(before[name], tensor) for name, tensor in call.tensors.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_what_lies_in_hidden_positions_hides_no_wrong_row(dtype: torch.dtype, which: str) -> None:
+    call = make_call(dtype=dtype, layout="dense", rows=300, width=64, padding=7)
+    tensor = call.tensors[which].clone()
+    tensor[:, :, :7] = 1e30  # an uninitialised cache slot: finite, but its square is infinite in float32
+    call = call.with_tensors({which: tensor})
+    output = attention(call).to(dtype)
+    assert check(call, output).status == "agrees"
+    output[0, 2, 250] *= 1.3
+    result = check(call, output)
+    assert (result.status, result.rows) == ("diverges", ((0, 2, 250),))
+
+
+@pytest.mark.parametrize("size", [1e20, 1e30, 1e37])
+def test_a_wrong_row_of_very_large_values_is_found(size: float) -> None:
+    call = make_call(dtype=torch.float32, layout="dense", rows=300, width=64)
+    call = replace(call, value=call.value * size)
+    output = attention(call).float()
+    assert check(call, output).status == "agrees"
+    output[0, 2, 250] *= 1.1
+    result = check(call, output)
+    assert (result.status, result.rows) == ("diverges", ((0, 2, 250),))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mask", [None, "causal", "float", "flag"])
+@pytest.mark.parametrize("layout", ["expanded", "gqa"])
+def test_the_math_op_is_math_and_touches_no_switch(
+    dtype: torch.dtype, mask: str | None, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = make_call(dtype=dtype, mask=mask, layout=layout, rows=33, width=40, kv_heads=2)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = computed(call)
+
+    def refused(*_: object) -> None:
+        raise AssertionError("a switch that holds in all threads")
+
+    for name in ("flash", "mem_efficient", "math", "cudnn"):
+        monkeypatch.setattr(torch._C, f"_set_sdp_use_{name}", refused)
+    with torch.no_grad():
+        assert torch.equal(module.math_op(call), expected)
+
+
+def test_a_suspicious_row_is_judged_without_switches_that_hold_in_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make_call()
+    output = computed(call)
+    output[..., -1, :] += 1
+
+    def refused(*_: object) -> None:
+        used.append(1)
+
+    used: list[int] = []
+    for name in ("flash", "mem_efficient", "math", "cudnn"):
+        monkeypatch.setattr(torch._C, f"_set_sdp_use_{name}", refused)
+    assert check(call, output).status == "diverges"
+    assert used == []

@@ -181,3 +181,50 @@ def test_an_emulated_bug_never_passes_for_a_real_one() -> None:
     assert with_known("X is wrong", [], planted) == "X is wrong (with pytorch_191937.py preloaded)"
     real = Match("pytorch#191937", "exact", "title", "2.14.0", "workaround")
     assert with_known("X is wrong", [real], []) == "X is wrong; known: pytorch#191937, fixed in 2.14.0"
+
+
+def test_a_kernel_that_was_not_asked_for_is_not_called_clean() -> None:
+    maths = [cell for cell in table() if cell.backend == "MATH"]
+    found = judge(maths, Live("FLASH_ATTENTION", "cpu", True))
+    assert found.verdict is Verdict.UNREPRODUCIBLE
+    assert found.sentence == (
+        "wrong live, clean here; FLASH_ATTENTION, which ran live, was not judged here "
+        "(not among the backends asked for)"
+    )
+    wrong = [Cell("MATH", "bfloat16", Status.DIVERGES, bad=BAD)]
+    said = judge(wrong, Live("FLASH_ATTENTION", "cpu", True)).sentence
+    assert said.endswith("; FLASH_ATTENTION, which ran live, was not judged here (not among the backends asked for)")
+
+
+def test_a_kernel_that_declines_on_the_device_of_the_capture_does_not_send_there() -> None:
+    declined = {"status": Status.DECLINED, "reason": "needs 80 GiB, 8 GiB are free"}
+    found = judge(table(chosen="MATH", FLASH_ATTENTION=declined), Live("FLASH_ATTENTION", "cpu", True))
+    assert "machine" not in found.sentence
+    assert found.sentence.endswith(
+        "FLASH_ATTENTION, which ran live, was not judged here (needs 80 GiB, 8 GiB are free)"
+    )
+
+
+def test_the_default_row_speaks_for_the_kernel_that_it_took() -> None:
+    default = [cell for cell in table() if cell.backend == "default"]
+    found = judge(default, Live("FLASH_ATTENTION", "cpu", True))
+    assert "the layout was lost on the way" in found.sentence
+
+
+def test_several_kernels_accept_a_call_that_math_rejects() -> None:
+    found = judge(table(MATH={"status": Status.ERROR, "reason": "x"}, CUDNN_ATTENTION=Status.AGREES))
+    assert found.sentence.endswith("; CUDNN_ATTENTION and FLASH_ATTENTION accept it")
+
+
+def test_eager_is_not_accused_of_raising_where_nothing_can_be_compared() -> None:
+    cells = [Cell("MATH", "float32", Status.NOT_COMPARABLE), Cell("eager", "float32", Status.ERROR, "IndexError: x")]
+    found = conclude(cells, Live(None, "cpu", None), "cpu", undecided="no reference: query has 6 heads, key has 0")
+    assert found.verdict is Verdict.HEALTHY
+    assert found.sentence == "nothing to compare: no reference: query has 6 heads, key has 0"
+
+
+def test_a_hang_is_told_with_the_time_that_it_was_waited_for_in_full() -> None:
+    default = {"status": Status.TIMEOUT, "reason": "no result after 120 s"}
+    found = judge(table(default=default, FLASH_ATTENTION={"status": Status.TIMEOUT, "reason": "no result after 10 s"}))
+    assert found.guilty == ("FLASH_ATTENTION",)
+    assert found.sentence == "FLASH_ATTENTION hangs: no result after 120 s"

@@ -89,6 +89,13 @@ def test_a_layout_that_was_not_recorded_is_unknown(recorded: object) -> None:
     assert layout_changes(recorded, memory_layout(make_call())) is None
 
 
+@pytest.mark.parametrize("near", [None, "text", [1], 5])
+def test_distances_that_are_none_change_nothing(near: object) -> None:
+    recorded, call = layouts()
+    recorded["key"]["near"] = near
+    assert layout_changes(recorded, memory_layout(call)) == []
+
+
 def test_bits_are_compared_not_values() -> None:
     nan = torch.tensor([float("nan")])
     assert same_bits(nan, nan.clone())

@@ -205,3 +205,42 @@ def test_several_threads_work_within_inference_mode(torch_as_it_was: None) -> No
     with torch.inference_mode():
         inside = reference(call)
     assert torch.equal(inside.output, plain.output)
+
+
+def test_nan_in_an_additive_mask_makes_its_row_nan() -> None:
+    call = make_call(mask="float", rows=200, dtype=torch.float32, width=16)
+    assert call.attn_mask is not None
+    mask = call.attn_mask.clone()
+    mask[..., 150, 40] = float("nan")
+    result = reference(replace(call, attn_mask=mask))
+    assert result.output[:, :, 150].isnan().all()
+    assert result.live[:, :, 150].all()
+    assert torch.equal(result.output[:, :, 151:], reference(call).output[:, :, 151:])
+
+
+def test_an_infinite_key_gets_the_weight_that_its_score_gives_it() -> None:
+    query, key, value = torch.ones(1, 1, 2, 4), torch.zeros(1, 1, 3, 4), torch.tensor([1.0, 2.0, 4.0]).view(1, 1, 3, 1)
+    query[0, 0, 1] = -1.0
+    key[0, 0, 2, 1] = float("inf")  # the score of row 0 is inf, that of row 1 is -inf
+    output = reference(AttentionCall(query, key, value)).output
+    assert output[0, 0, 0].isnan().all()
+    assert output[0, 0, 1].tolist() == [1.5]
+
+
+def test_a_large_hidden_key_poisons_only_where_its_score_may_be_infinite() -> None:
+    call = make_call(rows=20, width=8, layout="dense", dtype=torch.float32)
+    clean = reference(call)
+    for size, poisoned in ((1e30, 0), (3e38, 12)):
+        key, value = call.key.clone(), call.value.clone()
+        key[0, 1, 12], value[0, 1, 12] = size, 3e38
+        for precision in (torch.float64, torch.float32):
+            result = reference(replace(call, key=key, value=value), precision=precision)
+            assert int(result.poisoned[0, 1].sum()) == poisoned
+            assert torch.allclose(result.output[0, 1, :12].double(), clean.output[0, 1, :12], atol=1e-5)
+            assert torch.allclose(result.scale.scores[0, 1, :12].double(), clean.scale.scores[0, 1, :12], rtol=1e-4)
+
+
+def test_a_value_without_columns_gives_an_output_without_columns() -> None:
+    result = reference(make_call(value_width=0))
+    assert result.output.shape == (1, 4, 33, 0)
+    assert result.live.all()

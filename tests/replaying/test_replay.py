@@ -351,3 +351,42 @@ def test_without_a_gpu_the_replay_runs_on_the_cpu(tmp_path: Path) -> None:
     wrong = replace(dump, live={"ratio": 9.0})
     assert choose_device(wrong, None).type == "cpu"
     assert choose_device(dump, "cpu").type == "cpu"
+    nowhere = replace(wrong, context={**wrong.context, "device": "meta"})
+    assert choose_device(nowhere, None).type in ("cpu", "cuda")
+
+
+def ones(*shape: int, keys: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float32) -> AttentionCall:
+    key = torch.ones(shape if keys is None else keys, dtype=dtype)
+    return AttentionCall(torch.ones(shape, dtype=dtype), key, key)
+
+
+INVALID = {
+    "no dimensions": ones(),
+    "one dimension": ones(8),
+    "batches that do not broadcast": ones(2, 2, 4, 8, keys=(3, 2, 4, 8)),
+    "a mask of whole numbers": replace(ones(1, 2, 4, 8), attn_mask=torch.ones(4, 4, dtype=torch.int64)),
+    "whole numbers": ones(1, 2, 4, 8, dtype=torch.int64),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_a_dump_of_arguments_that_pytorch_rejects_is_an_invalid_call(run: Replayer, name: str) -> None:
+    result = run(INVALID[name])
+    assert result.verdict is Verdict.INVALID_CALL
+    assert result.sentence.startswith("not a valid call: MATH rejects it (")
+
+
+def test_a_call_without_a_reference_says_that_nothing_was_compared(run: Replayer) -> None:
+    query, key = torch.randn(1, 1, 4, 8), torch.randn(1, 2, 4, 8)
+    result = run(AttentionCall(query, key, key))
+    assert result.sentence == "nothing to compare: no reference: query has 1 heads, key has 2"
+
+
+def test_nan_in_a_mask_and_infinity_in_a_key_accuse_nobody(run: Replayer) -> None:
+    call = make_call(mask=None, dtype=torch.float32, rows=9, width=16, layout="dense")
+    mask = torch.zeros(9, 9)
+    mask[3, 5] = float("nan")
+    assert run(replace(call, attn_mask=mask)).verdict is Verdict.HEALTHY
+    key = call.key.clone()
+    key[0, 0, 5, 0] = float("inf")
+    assert run(replace(call, key=key)).verdict is Verdict.HEALTHY

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdpa_repro.replaying.runs import Run, plan
+from sdpa_repro.replaying.runs import Run, plan, visible
 
 
 def looked_at(plans: list[list[Run]], rows: int, keys: int, step: int) -> tuple[Tensor, Tensor]:
@@ -88,3 +88,8 @@ def test_without_a_mask_runs_are_chunks_of_keys() -> None:
         [Run(0, 128, 0, 64, 0, 0), Run(128, 256, 0, 64, 0, 0), Run(256, 300, 0, 64, 0, 0)],
         [Run(0, 128, 0, 6, 0, 0), Run(128, 256, 0, 6, 0, 0), Run(256, 300, 0, 6, 0, 0)],
     ]
+
+
+def test_nan_in_an_additive_mask_hides_nothing() -> None:
+    mask = torch.tensor([0.0, float("nan"), -float("inf"), float("inf"), torch.finfo(torch.float32).min])
+    assert visible(mask).tolist() == [True, True, False, True, False]

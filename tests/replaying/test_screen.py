@@ -157,3 +157,12 @@ def test_the_whole_check_decides_what_the_screen_does_not_clear(monkeypatch: pyt
     monkeypatch.setattr(check_module, "screened", lambda *_: None)
     assert quick == check(call, output)
     assert quick.rows == ((0, 5, 120),)
+
+
+def test_a_number_where_a_nan_in_the_mask_makes_the_row_nan_is_not_cleared() -> None:
+    call = decode(torch.float32)
+    mask = torch.zeros(1, 1, 1, 100)
+    mask[..., 50] = float("nan")
+    others = torch.zeros(1, 1, 1, 100)
+    others[..., 50] = -float("inf")
+    assert screen(replace(call, attn_mask=mask), computed(replace(call, attn_mask=others))) is None

@@ -79,3 +79,11 @@ def test_a_trial_leaves_gradient_mode_and_tensors_alone() -> None:
     in_process(Backend.MATH, {"grad": True, "requires_grad": {"query": True}})(call)
     assert torch.is_grad_enabled()
     assert not call.query.requires_grad
+
+
+def test_a_causal_bias_keeps_its_rule_when_a_gradient_is_recorded() -> None:
+    from torch.nn.attention.bias import causal_lower_right
+
+    call = replace(make_call(rows=6, keys=9, width=8, layout="dense", mask=None), attn_mask=causal_lower_right(6, 9))
+    context = {"grad": True, "requires_grad": {"query": True}}
+    assert in_process(Backend.DEFAULT, context)(call).status is Status.AGREES

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.replaying.reference import Reference, reference
-from sdpa_repro.replaying.verdict import RowErrors, Status, floor, judge, rms_share, row_errors
+from sdpa_repro.replaying.verdict import RowErrors, Status, compare, floor, judge, rms_share, row_errors
 from tests.calls import make_call
 from tests.definition import attention
 
@@ -162,3 +162,10 @@ def test_floor_has_the_roundoff_of_the_dtype() -> None:
 def test_reference_rows_that_decide_are_live_and_not_poisoned() -> None:
     result: Reference = reference(make_call(padding=7))
     assert torch.equal(result.decides, result.live & ~result.poisoned)
+
+
+def test_errors_whose_squares_are_infinite_have_their_root_mean_square() -> None:
+    largest, rms, finite = compare(torch.tensor([[3e30, 0.0], [3.0, 4.0]]), torch.tensor([[0.0, 4e30], [0.0, 0.0]]))
+    assert finite.all()
+    assert largest.tolist() == pytest.approx([4e30, 4.0], rel=1e-6)
+    assert rms.tolist() == pytest.approx([5e30 / 2**0.5, 5 / 2**0.5], rel=1e-6)
