@@ -52,11 +52,21 @@ class Answer:
 
 @dataclass(frozen=True)
 class Workaround:
-    """What helps, and a line to paste. verified: tried on this very call, which is right with it."""
+    """What helps, and a line to paste. verified: tried on this very call, which is right with it.
+
+    at: where it was tried instead, such as "at L = 257, S = 257", when that was a shorter call.
+    """
 
     words: str
     line: str
     verified: bool
+    at: str = ""
+
+    @property
+    def told(self) -> str:
+        """The words with what they are worth, for people."""
+        where = "" if self.verified else f" ({self.at or 'not tried here'})"
+        return self.words.replace("on this call", "on a shorter call") + where if self.at else self.words + where
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,8 @@ class Conditions:
             "alternatives": [list(pair) for pair in self.alternatives],
             "why": {answer.id: answer.text() for answer in answers},
             "workarounds": [
-                {"words": found.words, "line": found.line, "verified": found.verified} for found in self.workarounds
+                {"words": found.words, "line": found.line, "verified": found.verified, "at": found.at}
+                for found in self.workarounds
             ],
             "fails": self.fails,
             "flaky": self.flaky,
@@ -96,6 +107,8 @@ class Conditions:
 
     def words(self) -> list[str]:
         """Lines for people, the needed conditions first; the trivially absent ones are left out."""
+        if not self.fails and not self.complete:
+            return ["stopped before the call was tried"]
         if not self.fails:
             return ["the call does not fail here: there are no conditions to find"]
         lines = ["it does not fail every time: each trial was run up to 3 times"] if self.flaky else []
@@ -103,5 +116,9 @@ class Conditions:
         lines += [f"needed: one of {first} and {second}" for first, second in self.alternatives]
         plain = [answer.words for answer in self.not_needed if answer.tried]
         lines += [f"not needed: {', '.join(plain)}"] if plain else []
-        lines += [f"not tested: {answer.text()}" for answer in self.not_tested]
+        reasons = dict.fromkeys(answer.why for answer in self.not_tested if not answer.tried)
+        for why in reasons:
+            same = [answer.words for answer in self.not_tested if not answer.tried and answer.why == why]
+            lines.append(f"not tested: {', '.join(same)} ({why})")
+        lines += [f"not tested: {answer.text()}" for answer in self.not_tested if answer.tried]
         return lines if self.complete else [*lines, "stopped before the end: what is missing here was not tried"]

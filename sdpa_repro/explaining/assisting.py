@@ -12,6 +12,7 @@ from sdpa_repro import environment, ranks
 from sdpa_repro.dump import load
 from sdpa_repro.explaining.length_ranks import Shared
 from sdpa_repro.explaining.length_rule import length_rule
+from sdpa_repro.explaining.lengths import with_lengths
 from sdpa_repro.replaying.backends import Backend
 from sdpa_repro.replaying.jobs import prepared
 from sdpa_repro.replaying.trial import Trial, in_process, isolated
@@ -26,6 +27,8 @@ class Plan:
     context: Mapping[str, Any]
     apart: bool
     """Whether trials need a process of their own, since the backend crashes."""
+    shorter: tuple[int, int, str] | None = None
+    """L, S and kind of mask of the call that is explained in place of the dumped one."""
 
 
 @dataclass
@@ -69,4 +72,8 @@ def assist(
     alone = nullcontext(in_process(plan.backend, plan.context))
     low, high = lengths or (1, None)
     with isolated(plan.backend, plan.context, preload=preload) if plan.apart else alone as trial:
-        length_rule(prepared(dump, None), Shared(trial), low=low, high=high, seed=seed)
+        call = prepared(dump, None)
+        if plan.shorter is not None:
+            rows, keys, mask = plan.shorter
+            call = with_lengths(call, rows, keys, mask=mask)
+        length_rule(call, Shared(trial), low=low, high=high, seed=seed)

@@ -74,7 +74,10 @@ def with_float_mask(call: AttentionCall) -> AttentionCall | None:
     mask = call.attn_mask
     if mask is None or mask.dtype != torch.bool:
         return None
-    return _remasked(call, lambda old: torch.where(old, 0.0, -torch.inf), call.query.dtype)
+    changed = _remasked(call, torch.zeros_like, call.query.dtype)
+    if changed is not None and changed.attn_mask is not None:
+        viewed_once(changed.attn_mask).masked_fill_(~viewed_once(mask.detach()), -torch.inf)
+    return changed
 
 
 def with_bool_mask(call: AttentionCall) -> AttentionCall | None:
@@ -213,7 +216,9 @@ def with_heads(call: AttentionCall, head: int, count: int) -> AttentionCall | No
     """
     if call.query.dim() != 4 or call.query.shape[1] <= count:
         return None
-    heads, kv_heads = call.query.shape[1], max(1, call.key.shape[1])
+    heads, kv_heads = call.query.shape[1], call.key.shape[1]
+    if not kv_heads or heads % kv_heads:
+        return None
     group = heads // kv_heads
     start = head // group * group
     if group >= count:
@@ -236,7 +241,7 @@ def with_heads(call: AttentionCall, head: int, count: int) -> AttentionCall | No
 
 def without_gqa(call: AttentionCall) -> AttentionCall | None:
     """Key and value heads copied for every query head instead of `enable_gqa`."""
-    if not call.enable_gqa or call.query.shape[-3] == call.key.shape[-3]:
+    if not call.enable_gqa or call.query.shape[-3] == call.key.shape[-3] or not call.key.shape[-3]:
         return None
     repeats = call.query.shape[-3] // call.key.shape[-3]
     key, value = (tensor.repeat_interleave(repeats, -3) for tensor in (call.key, call.value))
@@ -340,10 +345,10 @@ def with_straight_lengths(call: AttentionCall, rows: int, keys: int, end: str = 
     Positions are cut at `end`; added query rows (at the tail) see what the last row sees, and added keys are hidden
     by the mask where there is one. Values and layout as in `lengths.with_lengths`.
     """
-    resized = with_lengths(call, rows, keys, end=end, mask="kept")
     mask = call.attn_mask
     if mask is None or not is_tensor_mask(call):
-        return resized
+        return with_lengths(call, rows, keys, end=end, mask="kept")
+    resized = with_lengths(replace(call, attn_mask=None), rows, keys, end=end)
     shape = list(mask.shape)
     if mask.dim() < 2 or overlaps_itself(viewed_once(mask)):
         return None

@@ -19,6 +19,7 @@ from sdpa_repro.errors import InputError
 from sdpa_repro.explaining.answers import FAILING, Answer, Conditions, Outcome, Tried, Workaround
 from sdpa_repro.explaining.factor import Decides, Factor, NoVariant, Offer, Setting, Variant
 from sdpa_repro.explaining.factors import FACTORS
+from sdpa_repro.explaining.pacing import OutOfTimeError
 from sdpa_repro.known_issues import Match
 from sdpa_repro.replaying.backends import first_line
 from sdpa_repro.replaying.trial import Result, Trial, same_failure, without_output
@@ -56,10 +57,6 @@ CANNOT_BE_MADE = (RuntimeError, ValueError, IndexError, NotImplementedError, Inp
 """What PyTorch and the changes raise for a call that they cannot handle."""
 
 
-class _OutOfTime(Exception):  # noqa: N818 (an outcome, not a fault)
-    """The deadline has passed."""
-
-
 @dataclass
 class _Search:
     """The trials of one call: the failure that is looked for, what has been found so far, when to stop."""
@@ -78,7 +75,7 @@ class _Search:
         """One trial; for a flaky failure the first failing of several runs, else the last."""
         for _ in range(self.runs):
             if self.deadline is not None and time.monotonic() > self.deadline:
-                raise _OutOfTime
+                raise OutOfTimeError
             self.trials += 1
             result = without_output(trial(call))
             if result.fails or result.status is not Status.AGREES:
@@ -136,7 +133,7 @@ def conditions(
     try:
         if not _confirm(search, call):
             return Conditions(False, trials=search.trials)
-    except (_OutOfTime, KeyboardInterrupt):
+    except (OutOfTimeError, KeyboardInterrupt):
         return Conditions(search.first.fails, not_tested=_untried(search), trials=search.trials, complete=False)
     pairs: list[tuple[str, str]] = []
     workarounds: list[Workaround] = []
@@ -149,13 +146,13 @@ def conditions(
             search.answers[factor.id] = (needed, answer)
         pairs = _alternatives(search, call, setting)
         workarounds = _verified_backends(search, call, others or {})
-    except (_OutOfTime, KeyboardInterrupt):
+    except (OutOfTimeError, KeyboardInterrupt):
         complete = False
     return _collected(search, pairs, [*_lines(search), *workarounds, *_upgrades(known)], complete)
 
 
 def _confirm(search: _Search, call: AttentionCall) -> bool:
-    """Whether the call itself fails; two runs, and a third when they differ or when neither failed."""
+    """Whether the call itself fails: two runs, and a third when neither failed."""
     trial = search.trial_for(search.context)
     search.progress("does the call fail?")
     results = [search.ask(trial, call), search.ask(trial, call)]

@@ -11,6 +11,7 @@ import torch
 
 from sdpa_repro.attention import ALIGNMENT, AttentionCall, viewed_once
 from sdpa_repro.environment import free_memory
+from sdpa_repro.errors import InputError
 from sdpa_repro.explaining import changes
 from sdpa_repro.explaining.factor import Decides, Factor, NoVariant, Setting, Variant
 from sdpa_repro.explaining.lengths import with_lengths
@@ -262,7 +263,7 @@ def _other_lengths(axis: str, call: AttentionCall, setting: Setting) -> Iterator
     """Does the bug begin or end at some size? One, half, twice and eight times the length, within bounds."""
     now, (batch, heads, rows, keys) = _length(axis, call), scores_shape(call)
     for length in dict.fromkeys((1, now // 2, 2 * now, 8 * now)):
-        scores = batch * heads * rows * keys // now * length
+        scores = batch * heads * rows * keys // max(1, now) * length
         if _tells(length, setting) and length <= LONGEST and abs(length - now) > 1 and scores <= MOST_SCORES:
             yield _with_length(axis, call, length, setting)
 
@@ -287,7 +288,10 @@ def _with_length(axis: str, call: AttentionCall, length: int, setting: Setting) 
     forms = [changes.with_straight_lengths(call, *size, end) for end in ends]
     if setting.controlled:
         forms.append(with_lengths(call, *size))
-    first, *others = [form for form in forms if form is not None]
+    made = [form for form in forms if form is not None]
+    if not made:
+        raise InputError("the mask cannot be made for other lengths")
+    first, *others = made
     return Variant(f"{axis} = {length}", first, forms=tuple(others))
 
 

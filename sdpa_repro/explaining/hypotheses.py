@@ -21,6 +21,7 @@ from sdpa_repro.explaining.counterfactuals import counterfactuals
 from sdpa_repro.explaining.evidence import Evidence, gather, other_values
 from sdpa_repro.explaining.log_sums import separated_by_log_sum_exp
 from sdpa_repro.explaining.mask_rows import Rule, mask_row_rules, with_rule, wrapped_offsets
+from sdpa_repro.explaining.pacing import OutOfTimeError
 from sdpa_repro.explaining.sentence import sentence_of
 from sdpa_repro.replaying.check import full_precision
 from sdpa_repro.replaying.trial import Result, Trial
@@ -73,10 +74,6 @@ class Hypothesis:
     complete: bool = True
 
 
-class _CutShort(Exception):  # noqa: N818 (an outcome, not a fault)
-    """The deadline has passed."""
-
-
 def hypothesis(
     call: AttentionCall,
     output: Tensor | None,
@@ -109,7 +106,7 @@ def hypothesis(
             for found in _search(first, others, _clock(deadline), progress):
                 (near if isinstance(found, NearMiss) else survivors).append(found)  # type: ignore[arg-type]
             return _answer(first, others, survivors, near)
-    except (KeyboardInterrupt, _CutShort, torch.OutOfMemoryError):
+    except (KeyboardInterrupt, OutOfTimeError, torch.OutOfMemoryError):
         reason = "the search was cut short before its rivals were tested"
         near += [NearMiss(c.id, c.clause, 0, 0, reason) for c in survivors]
         return Hypothesis(None, None, _closest(near), complete=False)
@@ -142,7 +139,7 @@ def _with_threads(trial: Trial, count: int) -> Trial:
 def _clock(deadline: float | None) -> Callable[[], None]:
     def look() -> None:
         if deadline is not None and time.monotonic() > deadline:
-            raise _CutShort
+            raise OutOfTimeError
 
     return look
 

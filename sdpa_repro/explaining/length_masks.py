@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,6 +46,32 @@ class Plane:
     @property
     def is_bool(self) -> bool:
         return self.values.dtype == torch.bool
+
+    @cached_property
+    def seen(self) -> int:
+        """How many entries are visible."""
+        return int(visible_counts(self.visible).sum())
+
+    @property
+    def density(self) -> float:
+        """Share of visible entries, within what random rows may have."""
+        return min(max(self.seen / self.visible.numel(), SPARSEST), DENSEST)
+
+    @cached_property
+    def added(self) -> Tensor:
+        """What an additive mask adds to visible keys, in order; one number when all are equal or there is none."""
+        found = self.values[self.visible]
+        found = found[found.isfinite()]
+        if not found.numel():
+            return torch.zeros(1, dtype=self.values.dtype)
+        return found[:1].clone() if bool((found == found[0]).all()) else found
+
+    @cached_property
+    def hiding(self) -> float:
+        """-inf, or finfo.min where an additive mask hides with nothing else."""
+        lowest = lowest_value(self.values)
+        only_lowest = bool((self.values == lowest).any()) and not bool((self.values == -math.inf).any())
+        return lowest if only_lowest else -math.inf
 
 
 def mask_resizer(call: AttentionCall, *, seed: int, end: str, rows_as: str) -> Callable[[int, int], Tensor] | None:
@@ -90,7 +117,7 @@ def _plane(values: Tensor, end: str, rows_as: str) -> Plane:
 
 def _resized(plane: Plane, rows: int, keys: int, generator: torch.Generator) -> Tensor:
     """Mask values (rows, keys) for one batch and head."""
-    if not bool(plane.visible.any()):
+    if not plane.seen:
         return _values(plane, torch.zeros(rows, keys, dtype=torch.bool), generator)
     if plane.rows_as == "random" and rows > 1:
         visible = _random(plane, rows, keys, generator)
@@ -204,8 +231,9 @@ def _documents(pattern: Pattern, rows: int, keys: int, row_shift: int, key_shift
 
 def _random(plane: Plane, rows: int, keys: int, generator: torch.Generator) -> Tensor:
     """Random visibility of the original's density, at least one key a row."""
-    density = min(max(float(plane.visible.float().mean()), SPARSEST), DENSEST)
-    visible = torch.rand(rows, keys, generator=generator) < density
+    visible = torch.empty(rows, keys, dtype=torch.bool)
+    for part in visible.split(_step(keys)):
+        part.copy_(torch.rand(part.shape, generator=generator) < plane.density)
     one = torch.randint(keys, (rows, 1), generator=generator)
     return visible.scatter(1, one, True)
 
@@ -240,25 +268,17 @@ def _values(plane: Plane, visible: Tensor, generator: torch.Generator, before: T
     """
     if plane.is_bool:
         return visible
-    hidden = _hiding_value(plane)
+    hidden = plane.hiding
     if before is not None:
         return before.masked_fill(~visible, hidden)
-    added = plane.values[plane.visible]
-    added = added[added.isfinite()]
-    if not added.numel():
-        added = torch.zeros(1, dtype=plane.values.dtype)
-    values = added[torch.randint(added.numel(), visible.shape, generator=generator)].masked_fill(~visible, hidden)
+    added, values = plane.added, torch.empty(visible.shape, dtype=plane.values.dtype)
+    for part in values.split(_step(visible.shape[1])):
+        part.copy_(added[torch.randint(added.numel(), part.shape, generator=generator)])
+    values.masked_fill_(~visible, hidden)
     old, new = _common(plane, *visible.shape)
     same = plane.visible[old] == visible[new]
     values[new] = torch.where(same, plane.values[old], values[new])
     return values
-
-
-def _hiding_value(plane: Plane) -> float:
-    """-inf, or finfo.min where the original hides with nothing else."""
-    lowest = lowest_value(plane.values)
-    only_lowest = bool((plane.values == lowest).any()) and not bool((plane.values == -math.inf).any())
-    return lowest if only_lowest else -math.inf
 
 
 def _repeated_rows(values: Tensor, visible: Tensor) -> Tensor:
@@ -268,15 +288,14 @@ def _repeated_rows(values: Tensor, visible: Tensor) -> Tensor:
     """
     bits = values if values.dtype == torch.bool else values.view(_INTEGERS[values.element_size()])
     weights = torch.randint(-(1 << 62), 1 << 62, (values.shape[1],), generator=torch.Generator().manual_seed(0))
-    step = max(1, BLOCK_ENTRIES // 8 // max(1, values.shape[1]))
-    parts = [((part.long() + 1) * weights).sum(1) for part in bits.split(step)]  # wraps around
+    parts = [((part.long() + 1) * weights).sum(1) for part in bits.split(_step(values.shape[1]))]  # wraps around
     marks = torch.cat(parts)  # equal for equal rows
     _, group = marks.unique(return_inverse=True)
     row = torch.arange(len(group))
     kept = torch.full((int(group.max()) + 1,), len(group)).scatter_reduce(0, group, row, "amin")
     if bool(group[-1] != group[0]):
         kept[group[-1]] = len(group) - 1
-    return (kept[group] != row) & (visible.sum(1) > 1)
+    return (kept[group] != row) & (visible_counts(visible) > 1)
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -284,9 +303,19 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _thinned(visible: Tensor, repeated: Tensor, generator: torch.Generator) -> Tensor:
     """Without a random half of the keys of the repeated rows; one key of each row stays."""
-    draw = torch.rand(int(repeated.sum()), visible.shape[1], generator=generator)
-    draw = draw.masked_fill(~visible[repeated], 2.0)
-    kept = (draw >= 0.5) & (draw < 2.0)
     visible = visible.clone()
-    visible[repeated] = kept.scatter(1, draw.argmin(1, keepdim=True), True)
+    for rows in repeated.nonzero().flatten().split(_step(visible.shape[1])):
+        draw = torch.rand(len(rows), visible.shape[1], generator=generator).masked_fill(~visible[rows], 2.0)
+        kept = (draw >= 0.5) & (draw < 2.0)
+        visible[rows] = kept.scatter(1, draw.argmin(1, keepdim=True), True)
     return visible
+
+
+def _step(keys: int) -> int:
+    """Rows taken together, so that their numbers take a hundred megabytes at most."""
+    return max(1, BLOCK_ENTRIES // 8 // max(1, keys))
+
+
+def visible_counts(visible: Tensor) -> Tensor:
+    """True entries of each row, int64; torch would widen all of them first."""
+    return torch.cat([part.sum(1) for part in visible.split(_step(visible.shape[1]))])

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from sdpa_repro.attention import AttentionCall
-from sdpa_repro.explaining.length_ranks import OutOfTimeError, Pair, Shared, attempt
+from sdpa_repro.explaining.length_ranks import Pair, Shared, attempt
 from sdpa_repro.explaining.lengths import Resize, resizer
+from sdpa_repro.explaining.pacing import OutOfTimeError
 from sdpa_repro.replaying.trial import Result, Trial
 from sdpa_repro.replaying.verdict import Status
 from sdpa_repro.visibility import scores_shape

@@ -15,6 +15,7 @@ from sdpa_repro import ranks
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.errors import InputError
 from sdpa_repro.explaining.lengths import Resize
+from sdpa_repro.explaining.pacing import OutOfTimeError
 from sdpa_repro.replaying.trial import Result, Trial, without_output
 
 Pair = tuple[int, int]
@@ -25,10 +26,6 @@ Outcome = tuple[Result | None, str]
 
 AHEAD = 8
 """Lengths that each rank tries in one round."""
-
-
-class OutOfTimeError(Exception):
-    """The deadline has passed, here or on rank 0; what is known so far stands."""
 
 
 def attempt(trial: Trial, resize: Resize, pair: Pair) -> Outcome:

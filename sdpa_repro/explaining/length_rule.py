@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.explaining.length_probe import Probe, Progress, base_call
-from sdpa_repro.explaining.length_ranks import OutOfTimeError, Shared
+from sdpa_repro.explaining.length_ranks import Shared
 from sdpa_repro.explaining.length_result import LengthRule, Sweep
 from sdpa_repro.explaining.length_search import Search
 from sdpa_repro.explaining.length_sweeps import Field
 from sdpa_repro.explaining.lengths import resizer
+from sdpa_repro.explaining.pacing import OutOfTimeError
 from sdpa_repro.replaying.trial import Trial
 
 __all__ = ["LengthRule", "Sweep", "length_rule"]

@@ -5,7 +5,7 @@ The strides stay. Tensors that share memory go on sharing it unless they are nam
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ def placed(
     call: AttentionCall,
     *,
     align: int | None = None,
-    guard: int = 0,
+    guard: int | Mapping[str, int] = 0,
     filling: Filling | None = None,
     around: Collection[str] | None = None,
     apart: Collection[str] = (),
@@ -35,12 +35,15 @@ def placed(
     """A copy of the call with the same strides in fresh memory.
 
     align: `data_ptr() % 256` of the first byte of each piece of memory (None: as it is), rounded down to whole
-    elements. guard: bytes of `filling` before and after each piece, a multiple of 256; gaps between views of one
-    piece hold `filling` too. around: the tensors whose pieces get it, the others get zeros (None: all get it).
+    elements. guard: bytes of `filling` before and after each piece, a multiple of 256, or by tensor, of which the
+    largest of a piece counts; gaps between views of one piece hold `filling` too. around: the tensors whose pieces get
+    it, the others get zeros (None: all get it).
     A `CausalBias` has no memory and is handed on.
     """
-    if guard % ALIGNMENT:
-        raise ValueError(f"guard must be a multiple of {ALIGNMENT}, not {guard}")
+    guards = dict.fromkeys(call.tensors, guard) if isinstance(guard, int) else guard
+    for size in guards.values():
+        if size % ALIGNMENT:
+            raise ValueError(f"guard must be a multiple of {ALIGNMENT}, not {size}")
     filling = Filling() if filling is None else filling
     fresh: dict[str, Tensor] = {}
     for names in _pieces(call, apart):
@@ -49,12 +52,13 @@ def placed(
         start = min(span(member).start for member in members.values())
         length = max(span(member).stop for member in members.values()) - start
         at = (start if align is None else align) % ALIGNMENT // first.element_size() * first.element_size()
-        memory = empty_aligned(length + 2 * guard, at, first.device)
+        zone = max(guards[name] for name in names)
+        memory = empty_aligned(length + 2 * zone, at, first.device)
         chosen = filling if around is None or set(names) & set(around) else Filling()
         memory.fill_(chosen.bools if first.dtype == torch.bool else chosen.numbers)
         flat = memory.view(first.dtype)
         for name, member in members.items():
-            offset = flat.storage_offset() + (guard + member.data_ptr() - start) // first.element_size()
+            offset = flat.storage_offset() + (zone + member.data_ptr() - start) // first.element_size()
             view = flat.as_strided(member.shape, member.stride(), offset)
             if member.numel():
                 copy_view(member, view)

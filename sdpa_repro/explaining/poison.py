@@ -8,11 +8,12 @@ time. What PyTorch itself allocates on the way (a bool mask turned into numbers)
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,15 @@ import torch
 from torch import Tensor
 
 from sdpa_repro.attention import ALIGNMENT, AttentionCall
+from sdpa_repro.explaining.pacing import OutOfTimeError
 from sdpa_repro.explaining.placing import Filling, placed
 from sdpa_repro.replaying.backends import Backend
 from sdpa_repro.replaying.trial import Trial
-from sdpa_repro.visibility import fully_masked_rows, is_tensor_mask, ranges, ranges_text
+from sdpa_repro.visibility import fully_masked_rows, is_tensor_mask, ranges, ranges_text, scores_shape
 
 LEAST_GUARD = 64 << 10
-MOST_GUARD = 256 << 20
-"""Bytes before and after each piece of memory; as many as the largest tensor would take without repeated heads."""
+MOST_GUARD = 64 << 20
+"""Bytes before and after each piece of memory; as many as its tensor would take without repeated heads or masks."""
 
 FILLINGS = (Filling(0xFF, 0x01), Filling(0x7B, 0x01), Filling(0xFF, 0x00))
 """NaN in every float dtype; 1.3e36 in bfloat16 and float32, 61296 in float16. Bools may hold 0 and 1 only."""
@@ -70,7 +72,7 @@ def poison(call: AttentionCall, trial: Trial, *, deadline: float | None = None) 
     gets copies, without these surroundings (see `poison_isolated`). Stops early after `deadline` (`time.monotonic`).
     """
     try:
-        guard = _guard(call)
+        guard = _guards(call)
         clean = [_output(trial, placed(call, guard=guard)) for _ in range(2)]
         if clean[0] is None or clean[1] is None:
             return Poison(None, "not tested: the backend gives no output for this call")
@@ -88,16 +90,20 @@ def poison(call: AttentionCall, trial: Trial, *, deadline: float | None = None) 
         stale, reused = _stale_rows(placed(call, guard=guard), trial, clean[0])
     except torch.OutOfMemoryError:
         return Poison(None, "not tested: not enough memory for guard zones")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OutOfTimeError):
         return Poison(None, "stopped before all surroundings were tried")
     unwritten = True if bool(stale.any()) else False if reused else None
     return Poison(outside, _words(outside, tensors, moved, stale, unwritten), tensors, unwritten)
 
 
-def _guard(call: AttentionCall) -> int:
-    """Bytes of a guard zone: enough for a kernel that takes the largest tensor for contiguous."""
-    largest = max(tensor.numel() * tensor.element_size() for tensor in _solid(call).values())
-    return -(-min(max(LEAST_GUARD, largest), MOST_GUARD) // ALIGNMENT) * ALIGNMENT
+def _guards(call: AttentionCall) -> dict[str, int]:
+    """Bytes of the guard zones: enough for a kernel that takes a tensor for contiguous, or a mask for every head's."""
+    found = {}
+    for name, tensor in _solid(call).items():
+        count = math.prod(scores_shape(call)) if name == "attn_mask" else tensor.numel()
+        needed = min(max(LEAST_GUARD, count * tensor.element_size()), MOST_GUARD)
+        found[name] = -(-needed // ALIGNMENT) * ALIGNMENT
+    return found
 
 
 def _solid(call: AttentionCall) -> dict[str, Tensor]:
@@ -138,7 +144,13 @@ def _moved(trial: Trial, call: AttentionCall, clean: Tensor, live: Tensor, noise
 
 
 def _blamed(
-    call: AttentionCall, trial: Trial, guard: int, filling: Filling, clean: Tensor, live: Tensor, noise: float
+    call: AttentionCall,
+    trial: Trial,
+    guard: Mapping[str, int],
+    filling: Filling,
+    clean: Tensor,
+    live: Tensor,
+    noise: float,
 ) -> tuple[str, ...]:
     """The tensors whose surroundings alone move the output."""
     found = []

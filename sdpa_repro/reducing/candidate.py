@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sdpa_repro.attention import AttentionCall, is_rule, overlaps_itself, viewed_once
 from sdpa_repro.explaining.length_layout import restride
-from sdpa_repro.explaining.lengths import with_lengths
+from sdpa_repro.explaining.lengths import Resize, resizer
 from sdpa_repro.explaining.placing import blank_like
 from sdpa_repro.recipe import Kind, Recipe, build
 from sdpa_repro.reducing.forms import Form, recipe_of
@@ -57,6 +57,8 @@ class Candidate:
     call: AttentionCall
     forms: Mapping[str, Form] = field(default_factory=dict)
     exact: bool = False
+    resizers: dict[str, Resize] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """By the end where positions are cut off: the call is looked through once for all its lengths."""
 
     @property
     def sizes(self) -> Sizes:
@@ -64,8 +66,9 @@ class Candidate:
 
     @property
     def captured(self) -> tuple[str, ...]:
-        """Names of the tensors without a closed form."""
-        return tuple(name for name in self.call.tensors if name not in self.forms)
+        """Names of the tensors without a closed form; a `CausalBias` has no values."""
+        tensors = self.call.tensors
+        return tuple(name for name in tensors if name not in self.forms and not is_rule(tensors[name]))
 
     @property
     def elements(self) -> int:
@@ -93,7 +96,7 @@ class Candidate:
 def _digest(tensor: Tensor) -> str:
     once = viewed_once(tensor.detach())
     held = once.contiguous().cpu().view(-1)
-    return hashlib.sha256(held.view(torch.uint8).numpy().tobytes() if held.numel() else b"").hexdigest()
+    return hashlib.sha256(held.view(torch.uint8).numpy().data if held.numel() else b"").hexdigest()
 
 
 def recipe_for(candidate: Candidate, name: str, form: Form) -> Recipe | None:
@@ -149,10 +152,10 @@ def sized(
     heads kept (default: the first ones, evenly from each key/value head).
     """
     call, old = candidate.call, candidate.sizes
-    if candidate.captured:
+    if candidate.captured or is_rule(call.attn_mask):
         call = _cut(call, old, sizes, batch, heads or _first_heads(old, sizes), candidate.exact)
         if (sizes.L, sizes.S) != (old.L, old.S):
-            call = with_lengths(call, sizes.L, sizes.S, end=end)
+            call = _resizer(candidate, call, end)(sizes.L, sizes.S)
     fresh = {}
     for name in candidate.forms:
         tensor = candidate.call.tensors[name]
@@ -162,6 +165,15 @@ def sized(
     forms = {name: _grown(form, name, old, sizes, call) for name, form in candidate.forms.items()}
     found = formed(replace(candidate, call=call.with_tensors(fresh)), forms)
     return candidate if found is None else found
+
+
+def _resizer(candidate: Candidate, call: AttentionCall, end: str) -> Resize:
+    """`lengths.resizer` of a call, kept when it is the candidate's own."""
+    if call is not candidate.call:
+        return resizer(call, end=end)
+    if end not in candidate.resizers:
+        candidate.resizers[end] = resizer(call, end=end)
+    return candidate.resizers[end]
 
 
 def shape_for(name: str, shape: Sequence[int], old: Sizes, new: Sizes) -> tuple[int, ...]:

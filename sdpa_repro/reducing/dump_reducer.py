@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +13,17 @@ from sdpa_repro.attention import AttentionCall
 from sdpa_repro.dump import Dump, load, save, snapshot
 from sdpa_repro.errors import InputError
 from sdpa_repro.explaining.explain import suspect
+from sdpa_repro.explaining.explanation import STOPPED
+from sdpa_repro.explaining.hurried import LATER, replay_within
+from sdpa_repro.explaining.pacing import Budget, Pace, work_of
 from sdpa_repro.recipe import to_document
 from sdpa_repro.reducing.reduction import Reduction, check_freeze, reduce
 from sdpa_repro.replaying.backends import Backend
+from sdpa_repro.replaying.cells import SWALLOWED
+from sdpa_repro.replaying.check import LiveCheck
 from sdpa_repro.replaying.jobs import prepared
-from sdpa_repro.replaying.replay import Replay, replay
-from sdpa_repro.replaying.trial import Trial, in_process, isolated, same_failure
+from sdpa_repro.replaying.replay import Replay
+from sdpa_repro.replaying.trial import Result, Trial, in_process, isolated, same_failure
 from sdpa_repro.replaying.verdict import Status, Verdict
 
 ORIGIN = ("model", "module", "call_index", "calls", "phase", "total_length", "padding", "padding_side", "rank")
@@ -28,6 +32,12 @@ ORIGIN = ("model", "module", "call_index", "calls", "phase", "total_length", "pa
 TIMEOUT = 30.0
 HANG = 5.0
 """Seconds after which a call is taken to hang: the first time, and while reducing one that does."""
+
+TRIALS = 30
+"""Trials of the whole call that there has to be time for; else its lengths come down first, on the replay's word."""
+
+SEARCH_SHARE = 0.2
+"""Share of the budget that the search gets at least, however long the replay took."""
 
 Progress = Callable[[str], None]
 
@@ -43,20 +53,28 @@ class ReducedDump:
     output: Path | None = None
     proven: bool = False
     """Whether the file's call failed in the same way in a fresh process."""
+    left_out: tuple[str, ...] = ()
+    """Backends that there was no time for in the replay."""
 
     @property
     def exit_status(self) -> int:
         """1 a minimum was written, 3 it does not fail when read back, else that of the replay."""
+        if self.reduction is None and Backend.DEFAULT.value in self.left_out:
+            return STOPPED
         if self.reduction is None:
             return self.replay.exit_status if self.replay.verdict is not Verdict.BACKEND_WRONG else 0
         if self.reduction.stopped == "interrupted":
-            return 130
+            return STOPPED
         return 1 if self.proven else 3
 
     @property
     def sentence(self) -> str:
         """The answer in one line."""
         found = self.reduction
+        if found is None and Backend.DEFAULT.value in self.left_out:
+            return "no answer: the call did not come to an end in this time; give a larger budget"
+        if found is None and self.left_out:
+            return f"there is nothing to reduce: {self.replay.sentence}; {LATER}: {', '.join(self.left_out)}"
         if found is None:
             return f"there is nothing to reduce: {self.replay.sentence}"
         if not self.proven:
@@ -92,6 +110,8 @@ def _what(found: Reduction) -> str:
         return f"crashes ({found.result.reason})"
     if found.result.status is Status.TIMEOUT:
         return "hangs"
+    if checked is not None and checked.reason == SWALLOWED:
+        return SWALLOWED
     if found.result.status is Status.NONFINITE or checked is None:
         return "gives NaN or Inf where the result is finite"
     return f"is off by {checked.max_abs:.2g} where rounding explains {checked.threshold:.1g}"
@@ -112,9 +132,10 @@ def reduce_dump(
 ) -> ReducedDump:
     """Reduce the failure of `backend` (default: the one that replay finds guilty) and write it to `output`.
 
-    output: default `x.min.pt` beside `x.pt`. budget: seconds for the search; the best call so far is kept, on
-    Ctrl-C too. preload: Python files run in every process before the first call, this one included. replayed: a
-    replay of the captured dtype made before. freeze and seed: see `reduction.reduce`.
+    output: default `x.min.pt` beside `x.pt`. budget: seconds for replay and search together, of which the search gets
+    a fifth at least; the best call so far is kept, on Ctrl-C too. preload: Python files run in every process before the
+    first call, this one included. replayed: a replay of the captured dtype made before. freeze and seed: see
+    `reduction.reduce`.
     Raises InputError for a bad dump or option, and when the file cannot be written.
     """
     path = Path(path)
@@ -122,23 +143,33 @@ def reduce_dump(
     _check(path, target)
     check_freeze(freeze)
     say = progress or (lambda text: None)
-    result = replayed or replay(
-        path, device=device, dtypes=("captured",), runs=1, timeout=TIMEOUT, preload=preload, progress=progress
-    )
+    given = Budget(budget)
+    result = replayed
+    left_out: tuple[str, ...] = ()
+    if result is None:
+        result, left_out = replay_within(
+            path, given, device=device, backend=backend, preload=preload, timeout=TIMEOUT, progress=progress
+        )
     chosen = suspect(result, backend)
     if result.verdict is Verdict.INVALID_CALL:
         raise InputError(f"there is nothing to reduce: {result.sentence}")
     if chosen is None:
-        return ReducedDump(path, result)
+        return ReducedDump(path, result, left_out=left_out)
     environment.preload([Path(file) for file in preload])
     dump = load(path, result.device)
     say(f"reducing the failure of {chosen.value}")
-    deadline = None if budget is None else time.monotonic() + budget
-    with _trial(dump, chosen, result, preload) as trial:
-        found = reduce(prepared(dump, None), trial, deadline=deadline, freeze=freeze, seed=seed, progress=progress)
+    if budget is not None:
+        given = Budget(max(given.left, SEARCH_SHARE * budget))
+    call = prepared(dump, None)
+    first, pace = _told(result, chosen, call, given)
+    with _trial(dump, chosen, result, preload, alone=first is None) as trial:
+        trial = trial if first is None else pace.trial(trial)
+        words: dict[str, Any] = {"deadline": given.deadline, "freeze": freeze, "seed": seed, "progress": progress}
+        found = reduce(call, trial, first=first, **words)
     _write(dump, found, chosen, result, target, preload)
     say("running the reduced call in a fresh process")
-    proven = _fails_when_read(target, found, chosen, dump, result.device, preload)
+    same = first is not None and found.result is found.first  # the replay read this very call in a fresh process
+    proven = same or _fails_when_read(target, found, chosen, dump, result.device, preload)
     return ReducedDump(path, result, chosen.value, found, target, proven)
 
 
@@ -150,11 +181,28 @@ def _check(path: Path, target: Path) -> None:
         raise InputError(f"cannot write {target}: give a file in a folder that exists")
 
 
+def _told(result: Replay, backend: Backend, call: AttentionCall, given: Budget) -> tuple[Result | None, Pace]:
+    """How the call fails as the replay saw it, where the time is too short for many trials of it; else None.
+
+    And the pace of trials, as far as the replay tells it.
+    """
+    cells = [cell for cell in result.cells if backend.value in (cell.backend, cell.kernel) and cell.wrong]
+    pace = Pace(given)
+    pace.learn(work_of(call), 2 * max(cell.seconds or 0.0 for cell in cells))  # checking takes as long again
+    cell, bad = cells[0], cells[0].bad
+    if given.left > TRIALS * pace.expected(work_of(call)) or bad is None or cell.status is Status.UNSTABLE:
+        return None, pace
+    numbers = (cell.max_abs or 0.0, cell.threshold or 0.0, cell.ratio or 0.0)
+    return Result(cell.status, LiveCheck(cell.status.value, *numbers, (bad.worst,), bad.count)), pace
+
+
 @contextmanager
-def _trial(dump: Dump, backend: Backend, result: Replay, preload: Sequence[str | Path]) -> Iterator[Trial]:
+def _trial(
+    dump: Dump, backend: Backend, result: Replay, preload: Sequence[str | Path], *, alone: bool
+) -> Iterator[Trial]:
     """Trials of the backend: in this process, or in workers where it crashes or hangs.
 
-    The calls get small, so one thread is faster than several, if the failure does not need more.
+    alone: on one thread if the failure does not need more, since the calls get small; that takes a trial.
     """
     statuses = {cell.status for cell in result.cells if backend.value in (cell.backend, cell.kernel)}
     context = {**dump.context, "threads": 1}
@@ -162,7 +210,7 @@ def _trial(dump: Dump, backend: Backend, result: Replay, preload: Sequence[str |
         timeout = HANG if Status.TIMEOUT in statuses else TIMEOUT
         with isolated(backend, dump.context, preload=preload, timeout=timeout) as trial:
             yield trial
-    elif in_process(backend, context)(prepared(dump, None)).fails:
+    elif alone and in_process(backend, context)(prepared(dump, None)).fails:
         yield in_process(backend, context)
     else:
         yield in_process(backend, dump.context)

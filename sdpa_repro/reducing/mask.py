@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sdpa_repro.attention import is_rule
+from sdpa_repro.explaining.length_masks import visible_counts
 from sdpa_repro.recipe import Kind, build
 from sdpa_repro.reducing.candidate import Candidate, formed
 from sdpa_repro.reducing.forms import Form, dense_strides, recipe_of
@@ -108,7 +109,7 @@ def _padding(candidate: Candidate) -> int:
 def _windows(candidate: Candidate) -> list[int]:
     """Window lengths: the most keys that a row sees, when that is fewer than a causal mask shows; and half of S."""
     plane, keys = _plane(candidate), candidate.sizes.S
-    most = int(visible_values(plane).sum(-1).max()) if plane is not None else keys
+    most = int(visible_counts(visible_values(plane)).max()) if plane is not None else keys
     return [window for window in dict.fromkeys([most, max(1, keys // 2)]) if 0 < window < keys]
 
 

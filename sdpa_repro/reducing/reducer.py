@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sdpa_repro.errors import InputError
+from sdpa_repro.explaining.pacing import OutOfTimeError
 from sdpa_repro.reducing.candidate import Candidate, sound
 from sdpa_repro.reducing.order import simpler
 from sdpa_repro.replaying.trial import Result, Trial, same_failure, without_output
@@ -62,15 +63,25 @@ class Search:
     progress: Callable[[str], None] | None = None
     calls: int = 1
     seen: dict[str, Result] = field(default_factory=dict)
+    told: bool = False
+    """Whether `first` comes from elsewhere, since a trial of the whole call takes too long."""
 
     def result(self, candidate: Candidate) -> Result:
         """Try a candidate, once; Stopped when the time is up."""
         if candidate.key not in self.seen:
-            if self.deadline is not None and time.monotonic() > self.deadline:
+            if self.late:
                 raise Stopped(self.best)
             self.calls += 1
-            self.seen[candidate.key] = without_output(self.trial(candidate.call))
+            try:
+                self.seen[candidate.key] = without_output(self.trial(candidate.call))
+            except OutOfTimeError:
+                raise Stopped(self.best) from None
         return self.seen[candidate.key]
+
+    @property
+    def late(self) -> bool:
+        """Whether the time is up."""
+        return self.deadline is not None and time.monotonic() > self.deadline
 
     def fails(self, candidate: Candidate) -> bool:
         """Whether the candidate is a proper call and fails as the first one did, by a clear margin."""
@@ -84,7 +95,7 @@ class Search:
     def result_of_best(self) -> Result:
         """What the best call gives, with its output where there is one: that takes one more trial."""
         known = self.seen[self.best.key]
-        if known.checked is None:
+        if known.checked is None or (self.told and known is self.first):
             return known
         self.calls += 1
         return self.trial(self.best.call)
@@ -105,16 +116,20 @@ def begin(
     *,
     deadline: float | None = None,
     progress: Callable[[str], None] | None = None,
+    seen: Result | None = None,
 ) -> Search:
-    """The search after its first trial. Raises InputError when the call is no proper one or does not fail here."""
+    """The search after its first trial. seen: what that gave, when it has been made before.
+
+    Raises InputError when the call is no proper one or does not fail here.
+    """
     reason = sound(call.call)
     if reason:
         raise InputError(f"there is nothing to reduce: {reason}")
-    first = trial(call.call)
+    first = trial(call.call) if seen is None else seen
     if not first.fails:
         said = f" ({first.reason})" if first.reason else ""
         raise InputError(f"the call does not fail here: {first.status.value}{said}; replay it to see what it does")
-    search = Search(trial, call, without_output(first), deadline, progress)
+    search = Search(trial, call, without_output(first), deadline, progress, told=seen is not None)
     search.seen[call.key] = search.first
     return search
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from sdpa_repro.attention import AttentionCall
+from sdpa_repro.attention import AttentionCall, is_rule
 from sdpa_repro.errors import InputError
 from sdpa_repro.recipe import Recipe
 from sdpa_repro.reducing.candidate import Candidate
 from sdpa_repro.reducing.layout import apart, layout, loose
 from sdpa_repro.reducing.mask import mask
-from sdpa_repro.reducing.reducer import Clues, Pass, Search, Stopped, begin, fixpoint
+from sdpa_repro.reducing.reducer import Clues, Pass, Search, Stopped, begin, fixpoint, improve
 from sdpa_repro.reducing.report import Row, described, rows
 from sdpa_repro.reducing.shape import batch, heads, lengths, trade, two_heads, widths
 from sdpa_repro.reducing.values import flags, values
@@ -69,7 +69,13 @@ class Reduction:
     @property
     def closed(self) -> bool:
         """Whether every tensor has a closed form, so that a script needs no data."""
-        return set(self.recipes) >= set(self.call.tensors)
+        return not self.captured
+
+    @property
+    def captured(self) -> tuple[str, ...]:
+        """Names of the tensors that hold captured values."""
+        tensors = self.call.tensors
+        return tuple(name for name in tensors if name not in self.recipes and not is_rule(tensors[name]))
 
     @property
     def shape(self) -> str:
@@ -110,20 +116,24 @@ def reduce(
     freeze: Collection[str] = (),
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
+    first: Result | None = None,
 ) -> Reduction:
     """The smallest call that `trial` still finds failing in the same way.
 
     deadline: `time.monotonic()` after which the best call so far is returned; Ctrl-C does the same. freeze: names
-    of `FREEZABLE` that are left as they are. The result depends on the call, the trial and `seed` alone.
+    of `FREEZABLE` that are left as they are. first: how the call fails, where trying it once more takes too long; the
+    lengths then come down before anything else. The result depends on the call, the trial and `seed` alone.
     Raises InputError when the call does not fail, or is one that no backend has to take.
     """
     started = time.monotonic()
     check_freeze(freeze)
-    search = begin(_four(call), trial, deadline=deadline, progress=progress)
+    search = begin(_four(call), trial, deadline=deadline, progress=progress, seen=first)
     start, told, stopped = search.best, list[Row](), ""
     searched = False
     try:
         clues = _clues(start.call, search.first, seed, frozenset(freeze))
+        if search.told and not {"L", "S"} <= set(freeze):
+            improve(search, lengths, clues)
         _loosen(search, freeze)
         fixpoint(search, _passes(search.best, freeze), clues)
         plainer = two_heads(search.best) if not {"H", "layout"} & set(freeze) else None

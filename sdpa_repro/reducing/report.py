@@ -136,9 +136,9 @@ def _heads(search: Search) -> tuple[bool | None, str]:
     if sizes.Hkv == sizes.H:
         failed = outcome(search, _resized(search, H=sizes.H - 1, Hkv=sizes.H - 1))
         return (None if failed is None else not failed), _said(f"H = {sizes.H - 1}", failed)
-    fewer = sizes.H - sizes.H // sizes.Hkv
+    fewer = sizes.H - (sizes.H // sizes.Hkv if sizes.Hkv > 1 else 1)
     kv = max(1, sizes.Hkv - 1)
-    failed = outcome(search, _resized(search, H=fewer if sizes.Hkv > 1 else sizes.H - 1, Hkv=kv))
+    failed = outcome(search, _resized(search, H=fewer, Hkv=kv))
     return (None if failed is None else not failed), _said(f"H = {fewer}, Hkv = {kv}", failed)
 
 

@@ -108,6 +108,8 @@ def _plants(candidate: Candidate, name: str) -> Iterator[Form]:
     for flat in sizes.flatten().topk(min(PLANTS, sizes.numel())).indices.tolist():
         place = tuple(int(index) for index in torch.unravel_index(torch.tensor(flat), tensor.shape))
         value = float(tensor[place])
+        if not math.isfinite(value):  # all others are zero
+            continue
         planted = Planted(place, float(math.ceil(value) if value > 0 else math.floor(value)))
         yield Form(Kind.ZEROS, planted=planted)
         yield replace(_seeded(name, 0), planted=planted)

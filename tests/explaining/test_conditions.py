@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from sdpa_repro.attention import AttentionCall
-from sdpa_repro.explaining.answers import Conditions
+from sdpa_repro.explaining.answers import Answer, Conditions
 from sdpa_repro.explaining.conditions import _upgrades, backend_line, conditions
 from sdpa_repro.explaining.factors import FACTORS
+from sdpa_repro.explaining.pacing import OutOfTimeError
 from sdpa_repro.known_issues import Match
 from sdpa_repro.replaying.backends import Backend
 from sdpa_repro.replaying.check import LiveCheck
@@ -335,3 +336,50 @@ def test_an_upgrade_comes_before_the_fix_only(monkeypatch: pytest.MonkeyPatch, v
     monkeypatch.setattr(torch, "__version__", version)
     match = Match("pytorch#191937", "emulated", "", "2.14.0", "")
     assert [workaround.line for workaround in _upgrades([match])] == ["pip install 'torch>=2.14.0'"] * offered
+
+
+def test_conditions_that_were_not_tried_for_one_reason_share_a_line() -> None:
+    answers = (*(Answer(id, id, why="stopped") for id in ("a", "b", "c")), Answer("d", "d", why="no memory"))
+    lines = Conditions(True, not_tested=answers).words()
+    assert lines == ["not tested: a, b, c (stopped)", "not tested: d (no memory)"]
+
+
+def test_a_search_that_was_stopped_at_once_does_not_say_that_the_call_is_right() -> None:
+    late = conditions(make_call(), when(lambda call: True), CONTEXT, deadline=time.monotonic() - 1)
+    assert late.words() == ["stopped before the call was tried"]
+
+
+def test_a_trial_that_there_is_no_time_for_ends_the_search_with_what_was_found() -> None:
+    def trial_for(context: Mapping[str, Any]) -> Trial:
+        def trial(call: AttentionCall) -> Result:
+            if call.query.shape[2] != 33:
+                raise OutOfTimeError
+            return when(lambda call: call.attn_mask is not None)(context)(call)
+
+        return trial
+
+    found = conditions(make_call(), trial_for, CONTEXT)
+    assert not found.complete
+    assert ids(found)[0] == {"attn_mask"}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"kv_heads": 0, "layout": "gqa"}, {"rows": 0, "keys": 4}, {"rows": 3, "keys": 0}, {"heads": 3, "kv_heads": 3}],
+    ids=str,
+)
+def test_a_crash_of_an_empty_call_is_gone_through_to_the_end(sizes: dict[str, Any]) -> None:
+    call = make_call(**{"heads": 2, "kv_heads": 2, "width": 8, "layout": "dense", "mask": None, **sizes})
+    if sizes.get("heads") == 3:  # query heads that the key heads do not divide
+        call = replace(call, key=call.key[:, :2], value=call.value[:, :2])
+    found = conditions(call, lambda context: lambda call: Result(Status.CRASHED), CONTEXT)
+    assert found.complete
+    assert found.needed == ()
+
+
+def test_a_mask_without_rows_is_said_not_to_grow() -> None:
+    mask = torch.rand(9, generator=torch.Generator().manual_seed(0)) > 0.3
+    call = make_call(rows=9, keys=9, **{**SMALL, "mask": None})
+    found = conditions(replace(call, attn_mask=mask), when(lambda call: call.attn_mask is mask), CONTEXT)
+    why = {answer.id: answer.why for answer in found.not_tested}
+    assert "the mask cannot be made for other lengths" in why["length_L"]

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from sdpa_repro.errors import InputError
-from sdpa_repro.explaining.explain import explain, throttled
+from sdpa_repro.explaining.answers import Answer, Conditions
+from sdpa_repro.explaining.explain import Explanation, explain, suspect, throttled, with_rule
+from sdpa_repro.explaining.length_result import LengthRule
+from sdpa_repro.replaying.backends import Backend
+from sdpa_repro.replaying.cells import Cell
+from sdpa_repro.replaying.fidelity import Fidelity
+from sdpa_repro.replaying.replay import Replay
+from sdpa_repro.replaying.verdict import Status, Verdict
 from tests.calls import make_call
 from tests.replaying.dumps import fault, write_dump
 
@@ -92,3 +99,84 @@ def test_progress_is_throttled() -> None:
     say = throttled(said.append, seconds=0)
     say("now")
     assert said == ["now"]
+
+
+@pytest.mark.slow
+def test_a_shorter_call_is_explained_where_time_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sdpa_repro.explaining.explain.TRIALS", 1e12)
+    path = dump(tmp_path, rows=1025, heads=2, width=16, padding=7)
+    result = explain(path, preload=fault("pytorch_191937"), budget=120, parts=("conditions", "hypothesis"))
+    document = result.document()
+    assert document["stand_in"] == [257, 257]
+    assert {"attn_mask", "key_value_head_stride_0", "no_grad", "length_L"} <= set(document["needed"])
+    assert document["hypothesis"]["sentence"] == (
+        "the last query row (256) was computed with mask row 0 (at L = 257, S = 257)"
+    )
+    dense = next(help_ for help_ in document["workarounds"] if "contiguous" in help_["line"])
+    assert (dense["verified"], dense["at"]) == (True, "")
+
+
+@pytest.mark.slow
+def test_without_a_budget_the_call_itself_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sdpa_repro.explaining.explain.TRIALS", 1e12)
+    path = dump(tmp_path, rows=513, heads=2, width=16)
+    result = explain(path, preload=fault("pytorch_191937"), parts=("hypothesis",))
+    assert (result.stand_in, result.left_out) == (None, ())
+    assert result.hypothesis is not None
+    assert result.hypothesis.sentence == "the last query row (512) was computed with mask row 0"
+
+
+@pytest.mark.slow
+def test_an_exception_is_not_taken_for_a_call_that_does_not_fail(tmp_path: Path) -> None:
+    result = explain(dump(tmp_path, rows=4, heads=2, width=16), preload=fault("raises"))
+    assert result.replay.guilty
+    assert (result.conditions, result.length_rule, result.poison) == (None, None, None)
+    assert result.complete
+
+
+def answer(id: str) -> Answer:
+    return Answer(id, id, why="stopped before this was tried")
+
+
+def test_a_length_that_was_not_tried_is_needed_when_the_rule_decides_it() -> None:
+    rule = LengthRule("L % 64 == 1", "L", 5, 9, 3, 3, None, None, ())
+    found = with_rule(Conditions(True, not_tested=(answer("length_L"), answer("length_S")), complete=False), rule)
+    assert [one.id for one in found.needed] == ["length_L"]
+    assert [one.id for one in found.not_tested] == ["length_S"]
+
+
+def replayed(cells: tuple[Cell, ...], guilty: tuple[str, ...] = ()) -> Replay:
+    verdict = Verdict.BACKEND_WRONG if guilty else Verdict.HEALTHY
+    fidelity, path = Fidelity(None, None, ""), Path("x.pt")
+    return Replay(
+        path, verdict, None, guilty, "said", (), fidelity, cells, "cpu", "bfloat16", (), (), (), int(bool(guilty))
+    )
+
+
+def test_a_kernel_that_is_right_is_not_suspected_for_what_the_default_path_calls_it() -> None:
+    wrong = Cell("default", "bfloat16", Status.DIVERGES, chosen="MATH")
+    assert suspect(replayed((wrong, Cell("MATH", "bfloat16", Status.AGREES)), ("MATH",))) is Backend.DEFAULT
+    left_out = Cell("MATH", "bfloat16", Status.DECLINED)
+    assert suspect(replayed((wrong, left_out), ("MATH",))) is Backend.MATH
+
+
+def test_a_replay_that_did_not_end_is_no_answer() -> None:
+    cells = (Cell("default", "bfloat16", Status.DECLINED),)
+    cut = Explanation(Path("x.pt"), None, replayed(cells), complete=False, left_out=("MATH", "default"))
+    assert cut.cause.startswith("no answer: ")
+    assert cut.exit_status == 130
+    missing = Explanation(Path("x.pt"), None, replayed(cells), complete=False, left_out=("MATH", "eager"))
+    assert missing.cause == "said; left out for want of time: MATH, eager"
+    assert missing.exit_status == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(Status.CRASHED, "crashes"), (Status.TIMEOUT, "hangs"), (Status.NONFINITE, "gives NaN or Inf")],
+)
+def test_the_cause_says_in_which_way_it_fails(status: Status, said: str) -> None:
+    rule = LengthRule("L % 64 == 1", "L", 5, 9, 3, 3, None, None, ())
+    result = replayed((Cell("FLASH_ATTENTION", "bfloat16", status),), ("FLASH_ATTENTION",))
+    assert Explanation(Path("x.pt"), "FLASH_ATTENTION", result, length_rule=rule).cause == (
+        f"FLASH_ATTENTION {said}, when L % 64 == 1"
+    )

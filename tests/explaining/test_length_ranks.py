@@ -12,8 +12,9 @@ import pytest
 from sdpa_repro import ranks
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.explaining.assisting import Helpers, Plan
-from sdpa_repro.explaining.length_ranks import OutOfTimeError, Shared, attempt
+from sdpa_repro.explaining.length_ranks import Shared, attempt
 from sdpa_repro.explaining.length_rule import length_rule
+from sdpa_repro.explaining.pacing import OutOfTimeError
 from sdpa_repro.replaying.backends import Backend
 from sdpa_repro.replaying.trial import Result, Trial
 from sdpa_repro.replaying.verdict import Status

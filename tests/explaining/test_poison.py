@@ -13,7 +13,7 @@ from torch import Tensor
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.dump import save, snapshot
 from sdpa_repro.explaining.placing import Filling, placed
-from sdpa_repro.explaining.poison import poison, poison_isolated
+from sdpa_repro.explaining.poison import LEAST_GUARD, MOST_GUARD, _guards, poison, poison_isolated
 from sdpa_repro.replaying.backends import Backend
 from sdpa_repro.replaying.trial import Result, Trial, in_process
 from sdpa_repro.replaying.verdict import Status
@@ -224,3 +224,12 @@ def test_a_crashing_backend_is_tried_in_a_process_of_its_own(tmp_path: Path) -> 
     assert healthy.reads_outside is False
     missing = poison_isolated(tmp_path / "none.pt", Backend.FLASH_ATTENTION)
     assert missing.reads_outside is None
+
+
+def test_each_tensor_has_a_guard_of_its_own_size() -> None:
+    call = make_call(rows=600, heads=8, width=8, mask="causal")
+    found = _guards(call)
+    assert found["query"] == found["key"] == 600 * 8 * 8 * 2
+    assert found["attn_mask"] == 8 * 600 * 600
+    assert _guards(small())["attn_mask"] == LEAST_GUARD
+    assert max(_guards(make_call(rows=3000, heads=16, width=8)).values()) == MOST_GUARD

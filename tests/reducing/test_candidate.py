@@ -127,3 +127,17 @@ def test_two_calls_with_one_value_different_are_two_candidates() -> None:
 def test_a_failure_of_such_a_call_would_mean_nothing(changes: dict[str, object], reason: str) -> None:
     assert not sound(GEMMA)
     assert reason in sound(replace(GEMMA, **changes))  # type: ignore[arg-type]
+
+
+def test_a_causal_bias_holds_no_captured_values_and_follows_the_lengths() -> None:
+    from torch.nn.attention.bias import causal_lower_right
+
+    call = replace(
+        make_call(heads=2, rows=6, keys=9, width=8, layout="dense", mask=None), attn_mask=causal_lower_right(6, 9)
+    )
+    made = formed(Candidate(call), {name: Form(Kind.ZEROS) for name in ("query", "key", "value")})
+    assert made is not None
+    assert made.captured == ()
+    small = sized(made, replace(made.sizes, L=3, S=5)).call
+    assert small.query.shape[2:] == (3, 8)
+    assert (small.attn_mask.seq_len_q, small.attn_mask.seq_len_kv) == (3, 5)  # type: ignore[union-attr]

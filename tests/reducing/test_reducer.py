@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.errors import InputError
+from sdpa_repro.explaining.pacing import OutOfTimeError
 from sdpa_repro.recipe import build
 from sdpa_repro.reducing.reduction import Reduction, reduce
 from sdpa_repro.replaying.trial import Result
@@ -255,3 +257,47 @@ def test_progress_tells_calls_and_size() -> None:
     reduce(CALL, failing(lambda call: True), progress=said.append, deadline=time.monotonic() + 60)
     assert "calls: fails at 1×" in said[0]
     assert "s left" in said[0]
+
+
+def test_what_a_replay_saw_of_a_long_call_is_not_tried_again_and_its_lengths_come_down_first() -> None:
+    tried: list[tuple[int, int]] = []
+
+    def trial(call: AttentionCall) -> Result:
+        tried.append(lengths(call))
+        return diverging() if lengths(call)[0] % 32 == 1 and lengths(call)[0] > 1 else AGREEING
+
+    found = reduce(make_call(heads=2, rows=289, width=8), trial, first=diverging())
+    assert shape(found)[2:4] == (33, 33)
+    assert max(tried) < (289, 289)
+
+
+def test_a_trial_that_there_is_no_time_for_ends_the_search_with_the_best_call_so_far() -> None:
+    def trial(call: AttentionCall) -> Result:
+        if lengths(call)[0] != 33:
+            raise OutOfTimeError
+        return diverging()
+
+    found = reduce(CALL, trial, first=diverging())
+    assert found.stopped == "time"
+    assert found.result is found.first
+
+
+def test_the_table_names_the_number_of_heads_that_was_tried() -> None:
+    call = make_call(heads=4, kv_heads=1, rows=9, width=8, layout="gqa")
+    found = reduce(call, failing(lambda call: call.query.shape[1] == 4), freeze=["H"])
+    row = next(row for row in found.rows if row.name == "H")
+    assert row.neighbour == "H = 3, Hkv = 1 passes"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_captured_nan_and_infinity_are_kept_as_they_are(value: float) -> None:
+    """A kernel that turns NaN into numbers fails with captured values alone: no closed form has any."""
+    call = make_call(heads=2, rows=17, width=16, layout="dense")
+    call.query[0, 1, 5, 3] = value
+
+    def trial(candidate: AttentionCall) -> Result:
+        return AGREEING if bool(candidate.query.isfinite().all()) else diverging()
+
+    found = reduce(call, trial)
+    assert found.call.query.numel() < call.query.numel()
+    assert not bool(found.call.query.isfinite().all())

@@ -1,0 +1,122 @@
+"""What is known about the failure of one dump's call, and how it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from sdpa_repro.explaining.answers import Conditions
+from sdpa_repro.explaining.hurried import LATER
+from sdpa_repro.explaining.hypotheses import Hypothesis
+from sdpa_repro.explaining.length_result import LengthRule
+from sdpa_repro.explaining.poison import Poison
+from sdpa_repro.known_issues import Match
+from sdpa_repro.replaying.backends import Backend
+from sdpa_repro.replaying.cells import SWALLOWED
+from sdpa_repro.replaying.replay import Replay
+from sdpa_repro.replaying.verdict import Status
+
+STOPPED = 130
+"""Exit status of a run that ended before there was an answer."""
+
+FAILS: Mapping[Status | None, str] = MappingProxyType(
+    {Status.CRASHED: "crashes", Status.TIMEOUT: "hangs", Status.NONFINITE: "gives NaN or Inf"}
+)
+"""What a backend does that fails otherwise than with wrong numbers."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What is known about the failure of one dump's call. Parts that were not worked out are None.
+
+    `backend` is None, and everything else empty, when the call does not fail here.
+    """
+
+    path: Path
+    backend: str | None
+    replay: Replay
+    conditions: Conditions | None = None
+    hypothesis: Hypothesis | None = None
+    length_rule: LengthRule | None = None
+    poison: Poison | None = None
+    seconds: float = 0.0
+    complete: bool = True
+    interrupted: bool = False
+    """Whether Ctrl-C cut it short."""
+    stand_in: tuple[int, int] | None = None
+    """L and S of the shorter call, failing in the same way, that was explained for want of time."""
+    left_out: tuple[str, ...] = ()
+    """Backends of the replay, then parts, that there was no time for."""
+
+    @property
+    def exit_status(self) -> int:
+        """That of the replay; 130 after Ctrl-C, or when time ran out before it was seen whether the call fails."""
+        return STOPPED if self.interrupted or self._undecided else self.replay.exit_status
+
+    @property
+    def _undecided(self) -> bool:
+        return self.backend is None and Backend.DEFAULT.value in self.left_out
+
+    @property
+    def known(self) -> tuple[Match, ...]:
+        """Upstream issues that fit, the best fit first."""
+        return self.replay.known
+
+    @property
+    def cause(self) -> str:
+        """One sentence: what the backend does, and for which lengths; what is not known is not said."""
+        if self._undecided:
+            return "no answer: the call did not come to an end in this time; give a larger budget"
+        if self.backend is None:
+            missing = f"; {LATER}: {', '.join(self.left_out)}" if self.left_out else ""
+            return self.replay.sentence + missing
+        what = self.hypothesis.sentence if self.hypothesis else None
+        rule = self.length_rule.rule if self.length_rule else None
+        if what is None and rule is None:
+            return self.replay.sentence
+        subject = f"{self.backend}: {what}" if what else f"{self.backend} {self._fails}"
+        return f"{subject}, when {rule}" if rule else subject
+
+    @property
+    def _fails(self) -> str:
+        """What the backend does, in words."""
+        cell = next((cell for cell in self.replay.cells if self.backend in (cell.backend, cell.kernel)), None)
+        if cell is not None and cell.reason == SWALLOWED:
+            return SWALLOWED
+        return FAILS.get(cell.status if cell is not None else None, "is wrong")
+
+    def document(self) -> dict[str, Any]:
+        """As plain JSON types; the keys are stable."""
+        found = self.conditions.document() if self.conditions else {}
+        return {
+            "file": self.path.name,
+            "backend": self.backend,
+            "sentence": self.cause,
+            "verdict": self.replay.verdict.value,
+            "needed": found.get("needed", []),
+            "not_needed": found.get("not_needed", []),
+            "not_tested": found.get("not_tested", []),
+            "alternatives": found.get("alternatives", []),
+            "why": found.get("why", {}),
+            "workarounds": found.get("workarounds", []),
+            "length_rule": self.length_rule.document() if self.length_rule else None,
+            "hypothesis": _hypothesis_document(self.hypothesis),
+            "poison": self.poison.document() if self.poison else None,
+            "known": self.replay.document()["known"],
+            "replay": self.replay.document(),
+            "seconds": self.seconds,
+            "complete": self.complete,
+            "stand_in": None if self.stand_in is None else list(self.stand_in),
+            "left_out": list(self.left_out),
+            "preloaded": [dict(record) for record in self.replay.preloaded],
+            "environment": dict(self.replay.environment),
+        }
+
+
+def _hypothesis_document(found: Hypothesis | None) -> dict[str, Any] | None:
+    if found is None or found.id is None:
+        return None
+    return {"id": found.id, "sentence": found.sentence, "tied": list(found.tied), "sets": found.sets}
