@@ -7,14 +7,14 @@ thread would run under them too, and two threads could leave them changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sdpa_repro.attention import AttentionCall
-from sdpa_repro.replaying.backends import Backend, needed_bytes
+from sdpa_repro.replaying.backends import Backend, math_op, needed_bytes
 from sdpa_repro.replaying.variants import autocast_dtype, rows_of
 
 MOST_BYTES = 2 << 30
@@ -77,10 +77,16 @@ def _plain(original: Callable[..., Any], call: AttentionCall) -> Tensor:
 
 def _dense(call: AttentionCall, names: tuple[str, ...]) -> AttentionCall:
     """The named tensors contiguous; value stays key where it is the same tensor, so that it is copied once."""
-    fresh = {name: call.tensors[name].contiguous() for name in names}
+    fresh = {name: _contiguous(call.tensors[name]) for name in names}
     if call.value is call.key and "key" in fresh and "value" in fresh:
         fresh["value"] = fresh["key"]
     return call.with_tensors(fresh)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    """The tensor with the strides of its shape. `contiguous` leaves a stride of 0 alone where the size is 1."""
+    fresh = tensor.contiguous()
+    return fresh.clone(memory_format=torch.contiguous_format) if 0 in fresh.stride() and fresh.numel() else fresh
 
 
 def _in_blocks(call: AttentionCall, run: Callable[[AttentionCall], Tensor]) -> Tensor:
@@ -101,27 +107,6 @@ def _math(call: AttentionCall) -> Tensor:
     with torch.autocast(call.query.device.type, enabled=False):
         needed = needed_bytes(cast, Backend.MATH)
         if needed <= MOST_BYTES:
-            return _math_op(cast)
+            return math_op(cast)
         rows = cast.query.shape[-2]
-        return _by_rows(cast, max(1, rows * MOST_BYTES // needed), _math_op)
-
-
-def _math_op(call: AttentionCall) -> Tensor:
-    """The op takes an additive mask; a bool one it would add as 0 and 1."""
-    mask = call.attn_mask
-    if mask is not None and mask.dtype == torch.bool:
-        dtype, device = call.query.dtype, mask.device
-        shown, hidden = (torch.scalar_tensor(v, dtype=dtype, device=device) for v in (0.0, float("-inf")))
-        call = replace(call, attn_mask=torch.where(mask, shown, hidden))
-    output: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-        call.query,
-        call.key,
-        call.value,
-        call.attn_mask,
-        call.dropout_p,
-        call.is_causal,
-        None,
-        scale=call.scale,
-        enable_gqa=call.enable_gqa,
-    )[0]
-    return output
+        return _by_rows(cast, max(1, rows * MOST_BYTES // needed), math_op)

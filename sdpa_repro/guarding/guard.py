@@ -87,15 +87,23 @@ class Guard:
         if self.unneeded:
             warnings.warn(f"the guard is not needed and does nothing: {self.unneeded}", GuardNotNeeded, stacklevel=2)
         else:
-            self._local.suspended = [*getattr(self._local, "suspended", []), _suspend_compiler()]
-            switch.enter(self, everywhere=self._everywhere)
+            callback = _suspend_compiler()
+            try:
+                switch.enter(self, everywhere=self._everywhere)
+            except BaseException:  # Ctrl-C too
+                _resume_compiler(callback)
+                raise
+            self._local.suspended = [*getattr(self._local, "suspended", []), callback]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self.unneeded:
+        if self.unneeded:
+            return
+        try:
             switch.leave(self, everywhere=self._everywhere)
+        finally:
             suspended = getattr(self._local, "suspended", [])
             _resume_compiler(suspended.pop() if suspended else None)
 

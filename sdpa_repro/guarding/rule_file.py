@@ -31,6 +31,8 @@ SCHEMAS = ("explain", "diagnose")
 """`diagnose` writes the keys of `explain` among its own into `result.json`."""
 
 NEWEST_SCHEMA = 1
+MOST_ENTRIES, LONGEST_RULE = 100, 400
+"""Conditions in a file and characters of a length rule: explain writes far fewer, and each costs time in every call."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class _Conditions:
         """Mask, repeated heads and lengths, from which most calls are told."""
         if mask is None and "attn_mask" in self.needed:
             return False
-        if "key_value_head_stride_0" in self.needed and k.stride(-3) != 0 and v.stride(-3) != 0:
+        if "key_value_head_stride_0" in self.needed and not (_repeats(k) or _repeats(v)):
             return False
         return self.rule is None or self.rule.fails(rows, keys)
 
@@ -210,14 +212,14 @@ def _document(path: Path) -> dict[str, Any]:
 
 def _texts(found: Mapping[str, Any], key: str, name: str) -> list[str]:
     values = found.get(key)
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+    if not isinstance(values, list) or len(values) > MOST_ENTRIES or not all(isinstance(each, str) for each in values):
         raise InputError(f"{name}: {key!r} is no list of texts; run explain again")
     return values
 
 
 def _pairs(found: Mapping[str, Any], name: str) -> tuple[tuple[str, str], ...]:
     pairs = found.get("alternatives", [])
-    for pair in pairs if isinstance(pairs, list) else [None]:
+    for pair in pairs if isinstance(pairs, list) and len(pairs) <= MOST_ENTRIES else [None]:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(value, str) for value in pair):
             raise InputError(f"{name}: 'alternatives' are no pairs of texts; run explain again")
     return tuple((first, second) for first, second in pairs)
@@ -229,7 +231,7 @@ def _length_rule(found: Mapping[str, Any], name: str) -> Rule | None:
     if text is None:
         return None
     try:
-        return parse_rule(text if isinstance(text, str) else "")
+        return parse_rule(text if isinstance(text, str) and len(text) <= LONGEST_RULE else "")
     except ValueError:
         raise InputError(f"{name}: cannot read the length rule {str(text)[:60]!r}; run explain again") from None
 
@@ -260,7 +262,7 @@ def _known(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _fixed_in(found: Mapping[str, Any]) -> str | None:
     fixed = next((match.get("fixed_in") for match in _known(found)), None)
-    return fixed if isinstance(fixed, str) else None
+    return _word(fixed) if isinstance(fixed, str) else None
 
 
 def _about(found: Mapping[str, Any], name: str) -> str:
@@ -271,18 +273,23 @@ def _about(found: Mapping[str, Any], name: str) -> str:
     emulated = " as emulated where it was found" if match.get("match") == "emulated" else ""
     fixed = _fixed_in(found)
     release = f"fixed in {fixed}" if fixed else "no release with a fix known"
-    return f"the rule in {name} ({str(match.get('issue'))[:40]}{emulated}, {release})"
+    return f"the rule in {name} ({_word(match.get('issue'))}{emulated}, {release})"
+
+
+def _word(value: object) -> str:
+    """A value of the file as part of a sentence: printable, since it may go to a terminal, and short."""
+    return "".join(each if each.isprintable() else "?" for each in str(value)[:40])
 
 
 def _unneeded(found: Mapping[str, Any], device: str, devices: tuple[str, ...]) -> str:
     """Why this torch does not need the rule. A planted fault is fixed in no release."""
     if device not in devices:
-        return f"the rule is about {device.upper()}, which this torch is not built for"
+        return f"the rule is about {_word(device.upper())}, which this torch is not built for"
     known = _known(found)
     releases = [match.get("fixed_in") for match in known if match.get("match") != "emulated"]
     fixed = [text for text in releases if isinstance(text, str) and _fixed_here(text)]
     if known and len(fixed) == len(known):
-        return f"{known[0].get('issue')} is fixed in {fixed[0]}"
+        return f"{_word(known[0].get('issue'))} is fixed in {_word(fixed[0])}"
     return ""
 
 

@@ -94,12 +94,15 @@ def leave(guard: Guarding, *, everywhere: bool) -> None:
         _SWITCH.open = _without(_SWITCH.open, guard)
         if everywhere:
             _SWITCH.everywhere = _without(_SWITCH.everywhere, guard)
-        if not _SWITCH.open and _SWITCH.patch is not None:
+        patch = _SWITCH.patch
+        if not _SWITCH.open and patch is not None:
+            _SWITCH.patch, _SWITCH.told = None, frozenset()  # first: after Ctrl-C the next guard then puts all in place
             recorder.SDPA.original = SDPA.original
-            _SWITCH.patch.restore()
-            _SWITCH.patch, _SWITCH.told = None, frozenset()
-            if threading.Thread.start is _SWITCH.covering and _SWITCH.start is not None:
-                _set_start(_SWITCH.start)  # else somebody has replaced it since, and keeps a stand-in that does nothing
+            try:
+                patch.restore()
+            finally:
+                if threading.Thread.start is _SWITCH.covering and _SWITCH.start is not None:
+                    _set_start(_SWITCH.start)  # else somebody has replaced it since, and keeps what does nothing
 
 
 def forget() -> None:

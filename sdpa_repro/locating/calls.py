@@ -10,20 +10,16 @@ import torch
 from torch import Tensor
 
 from sdpa_repro.capturing.recorder import Seen
-from sdpa_repro.capturing.records import WRONG
 from sdpa_repro.capturing.session import judge
 from sdpa_repro.locating.notes import Notes, Value
 from sdpa_repro.locating.structure import Stack
+from sdpa_repro.replaying.check import LiveCheck
 from sdpa_repro.visibility import bias_rows
 
 
-@dataclass(frozen=True)
-class Check:
-    """The live check of one call (see `replaying.check.LiveCheck`), with its place in the run.
-
-    rows: the first wrong rows as (batch, head, query row). lengths: (L, S). batches: rows of
-    the call's batch.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Check(LiveCheck):
+    """The live check of one call, with its place in the run. lengths: (L, S). batches: rows of the call's batch."""
 
     index: int
     module: str
@@ -31,17 +27,6 @@ class Check:
     lengths: tuple[int, int]
     batches: int
     heads: int
-    status: str
-    max_abs: float
-    threshold: float
-    ratio: float
-    rows: tuple[tuple[int, int, int], ...]
-    wrong_rows: int
-    reason: str
-
-    @property
-    def wrong(self) -> bool:
-        return self.status in WRONG
 
     def document(self) -> dict[str, Any]:
         """The check as plain values."""
@@ -114,19 +99,13 @@ class Calls:
         live, query = seen.judged(judge), seen.call.query
         self.checks.append(
             Check(
-                index,
-                seen.module,
-                seen.kernel,
+                **vars(live),
+                index=index,
+                module=seen.module,
+                kernel=seen.kernel,
                 lengths=(query.shape[-2], seen.call.key.shape[-2]),
                 batches=query.shape[0] if query.dim() > 3 else 1,
                 heads=query.shape[-3] if query.dim() > 2 else 1,
-                status=live.status,
-                max_abs=live.max_abs,
-                threshold=live.threshold,
-                ratio=live.ratio,
-                rows=live.rows,
-                wrong_rows=live.wrong_rows,
-                reason=live.reason,
             )
         )
 

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from sdpa_repro.capturing import load_errors
 from sdpa_repro.capturing.prefill import Prefill, padded
 from sdpa_repro.errors import InputError
+from sdpa_repro.locating.caches import generated
 from sdpa_repro.locating.running import Path, running
 
 __all__ = ["Continuation", "continuations"]
@@ -76,13 +74,5 @@ def continuations(
 
 def _generate(prefill: Prefill, total: int, count: int) -> tuple[int, ...]:
     """The tokens that follow the first row."""
-    inputs = padded(prefill, total)
-    inputs.pop("position_ids", None)  # generate counts them itself, as it does for users
-    words = {"do_sample": False, "num_beams": 1, "max_new_tokens": count, "pad_token_id": prefill.pad_token}
-    try:
-        with torch.inference_mode():
-            tokens = prefill.model.generate(**inputs, **words)
-    except torch.OutOfMemoryError as error:
-        raise load_errors.out_of_memory(prefill.device) from error
-    start = 1 if prefill.side == "encoder" else total
-    return tuple(int(token) for token in tokens[0, start : start + count])
+    tokens, _ = generated(prefill, padded(prefill, total), count)
+    return tuple(int(token) for token in tokens[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from sdpa_repro.capturing.prefill import Prefill, forward, padded, totals
 from sdpa_repro.errors import InputError
 from sdpa_repro.locating.judging import rms
 from sdpa_repro.locating.lengthening import lengthened, shortest
-from sdpa_repro.locating.measuring import Given, differences, measure
+from sdpa_repro.locating.measuring import Given, Run, differences, measure
 from sdpa_repro.locating.running import Path, running
 from sdpa_repro.locating.sweep import Sweep
 
@@ -61,11 +62,12 @@ def planned(own: int) -> list[tuple[int, int]]:
 
 
 def grid(
-    prefill: Prefill, found: Sweep, *, progress: Callable[[str], None] = lambda sentence: None
+    prefill: Prefill, found: Sweep, *, noise: float, progress: Callable[[str], None] = lambda sentence: None
 ) -> tuple[list[Point], list[Unreachable]]:
     """Run the planned lengths on the default path; returns what was tried and what could not be.
 
-    found: the sweep of this prefill, for its noise. Under torchrun each rank runs its share. Raises KeyboardInterrupt
+    found: the sweep of this prefill, whose lengths are not run again. noise: what logits may move by, infinite to judge
+    by calls and inputs alone. Under torchrun each rank runs its share. Raises KeyboardInterrupt
     through; what was tried until then is lost.
     """
     tried = {(row.prompt, row.pad) for row in found.alone(Path.DEFAULT)}
@@ -81,7 +83,7 @@ def grid(
     own = []
     for prompt, pads in ranks.mine(jobs):
         progress(f"prompt of {prompt} tokens with padding {', '.join(map(str, pads))}")
-        own.append(_points(prefill, prompt, pads, found.noise))
+        own.append(_points(prefill, prompt, pads, noise))
     return [point for points in ranks.gathered(own) for point in points], missing
 
 
@@ -105,19 +107,18 @@ def _points(prefill: Prefill, prompt: int, pads: Sequence[int], noise: float) ->
     if longer is None:
         return []
     plain = measure(longer, padded(longer, prompt))
-    wrong = plain.wrong[0]
-    usual = _under_math(longer) if wrong else plain.logits
+    usual = _under_math(longer) if any(plain.wrong) and math.isfinite(noise) else plain.logits
     points = []
     for pad in pads:
         run = plain if pad == 0 else measure(longer, padded(longer, prompt + pad))
-        points.append(Point(prompt, pad, _why(run.wrong[0], plain.given, run.given, rms(run.logits, usual), noise)))
+        points.append(Point(prompt, pad, _why(run, plain.given, rms(run.logits, usual), noise)))
     return points
 
 
-def _why(wrong: Sequence[object], plain: Given, given: Given, distance: float, noise: float) -> str:
-    if wrong:
+def _why(run: Run, plain: Given, distance: float, noise: float) -> str:
+    if any(run.wrong):
         return "a wrong call"
-    differ = differences(plain, given)
+    differ = differences(plain, run.given)
     if differ:
         return f"{differ[0]} differs"
     return "logits beyond noise" if distance > noise else ""

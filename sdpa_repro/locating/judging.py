@@ -6,7 +6,8 @@ middle of each counts, so that paddings at which something is wrong do not widen
 square over the vocabulary: the largest of thousands of logits says more about the size of the vocabulary.
 
 A path's usual result is the middle of its results over all paddings, entry by entry. A baseline that is itself wrong
-is then an outlier like any other; with few paddings the MATH path's unpadded run takes that place.
+is then an outlier like any other; with few paddings the MATH path's unpadded run takes that place. Where most paddings
+are far from the middle there is none: the unpadded run is then what they are held against.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def judged(
     shaken: distances (see `rms`) of shaken unpadded runs from the one that was not. dtype: the model's.
     """
     noise = limit(rows, shaken, dtype)
-    beyond = [replace(row, spread=_distance(row, rows)) for row in rows]
+    usual = {path: _right(rows, path, noise) for path in Path}
+    beyond = [replace(row, spread=_distance(row, usual[row.path])) for row in rows]
     marked = [replace(row, why=_why(row, _own(noise, row.path, dtype))) for row in beyond]
     baseline = _baseline(marked)
     compared = [_compared(row, marked, baseline) for row in marked]
@@ -70,13 +72,13 @@ def rms(one: Tensor, other: Tensor) -> float:
 
 
 def limit(rows: Sequence[Row], shaken: Sequence[float], dtype: torch.dtype) -> float:
-    """The distance that rounding explains, in logits."""
+    """The distance that rounding explains, in logits; infinite when it was not measured, so that no logits accuse."""
     usual = _usual(rows, Path.MATH)
     runs = [row.logits for row in _alone(rows, Path.MATH) if row.logits is not None]
     spread = [rms(logits, usual) for logits in runs] if usual is not None and len(runs) >= ENOUGH else []
     factor = HALF if dtype.itemsize < 4 else SINGLE
     limits = [times * statistics.median_low(sample) for times, sample in ((FACTOR, spread), (factor, shaken)) if sample]
-    return max(limits, default=0.0)
+    return max(limits, default=math.inf)
 
 
 def _own(noise: float, path: Path, dtype: torch.dtype) -> float:
@@ -103,12 +105,26 @@ def _usual(rows: Sequence[Row], path: Path) -> Tensor | None:
     return plain.get(first, next(iter(plain.values()), None))
 
 
-def _distance(row: Row, rows: Sequence[Row]) -> float | None:
+def _right(rows: Sequence[Row], path: Path, noise: float) -> Tensor | None:
+    """What rows of a path are held against: what it usually gives, or its unpadded run where most are far from that."""
+    usual, plain = _usual(rows, path), _unpadded(rows, path)
+    if usual is None or plain is None or plain.logits is None or plain.wrong_calls:
+        return usual
+    distances = [rms(row.logits, usual) for row in _alone(rows, path) if row.logits is not None]
+    scattered = len(distances) >= ENOUGH and statistics.median(distances) > noise
+    return plain.logits if scattered else usual
+
+
+def _distance(row: Row, usual: Tensor | None) -> float | None:
     """The row's distance from what its path usually gives; a companion has its own, from itself alone."""
     if row.logits is None or row.place == "companion":
         return row.spread
-    usual = _usual(rows, row.path)
     return rms(row.logits, usual) if usual is not None else None
+
+
+def _unpadded(rows: Sequence[Row], path: Path) -> Row | None:
+    """The unpadded run of a path."""
+    return next((row for row in _alone(rows, path) if row.pad == 0), None)
 
 
 def _why(row: Row, noise: float) -> str:
@@ -137,7 +153,7 @@ def _baseline(rows: Sequence[Row]) -> Path:
 def _compared(row: Row, rows: Sequence[Row], baseline: Path) -> Row:
     """The row with its distance from the unpadded run of its own path, or of `baseline` for the default path."""
     against = baseline if row.path is Path.DEFAULT else row.path
-    plain = next((each for each in _alone(rows, against) if each.pad == 0), None)
+    plain = _unpadded(rows, against)
     if row.logits is None or plain is None or plain.logits is None or row.place == "companion":
         return row
     return compared(row, plain.logits, against.value)

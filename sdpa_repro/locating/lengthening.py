@@ -11,7 +11,7 @@ from torch import Tensor
 from sdpa_repro.capturing import padding
 from sdpa_repro.capturing.prefill import Prefill, padded
 
-__all__ = ["batched", "lengthened", "shortest"]
+__all__ = ["batched", "companions", "lengthened", "shortest"]
 
 KEPT = 2
 """Tokens at the end that stay in place: chat templates end in the words after which the answer begins."""
@@ -50,6 +50,16 @@ def shortest(prefill: Prefill) -> int:
     """The fewest tokens that `lengthened` can make of a prompt: what lies before the text, one token of it, the end."""
     first, last = _text(prefill)
     return first + 1 + prefill.length - last
+
+
+def companions(prefill: Prefill, pad: int, count: int) -> list[Prefill] | None:
+    """The rows beside a prompt with `pad` tokens of padding in a batch of `count` (2 or 3).
+
+    The first fills the batch's length, the second lies between. None when the prompt cannot be made longer.
+    """
+    longer = [lengthened(prefill, prefill.length + extra) for extra in (pad, (pad + 1) // 2)[: count - 1]]
+    others = [each for each in longer if each is not None]
+    return others if len(others) == count - 1 else None
 
 
 def batched(prefills: Sequence[Prefill], total: int) -> dict[str, Tensor]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from sdpa_repro import ranks
 from sdpa_repro.capturing.options import PrefillOptions
@@ -16,8 +19,9 @@ from sdpa_repro.errors import InputError
 from sdpa_repro.locating.deciding import LengthRule, decide
 from sdpa_repro.locating.greedy import Continuation, continuations
 from sdpa_repro.locating.grid import Point, grid
+from sdpa_repro.locating.lengthening import batched, companions
 from sdpa_repro.locating.running import Path as Way
-from sdpa_repro.locating.stages import StageTable, compare_stages
+from sdpa_repro.locating.stages import Level, StageTable, compare_stages
 from sdpa_repro.locating.sweep import Sweep
 from sdpa_repro.locating.sweeping import sweep
 from sdpa_repro.locating.verdict import Verdict, conclude
@@ -55,10 +59,16 @@ class Located:
 
     @property
     def exit_status(self) -> int:
-        """0 nothing beyond noise, 1 something differs, 130 stopped by Ctrl-C."""
+        """0 nothing beyond noise, 1 something differs, 130 stopped by Ctrl-C.
+
+        Logits that moved further than rounding usually moves them are no finding by themselves where every layer and
+        every SDPA call at the worst padding was judged and is right.
+        """
         if not self.complete:
             return 130
-        return int(self.sweep.any_flagged or (self.verdict is not None and self.verdict.found))
+        cleared = self.stages is not None and self.stages.whole
+        found = self.verdict is not None and self.verdict.found
+        return int(found or bool(self.sweep.accusation) or (self.sweep.any_flagged and not cleared))
 
     def document(self) -> dict[str, Any]:
         """As plain JSON types; the keys are stable."""
@@ -79,7 +89,7 @@ class Located:
             "prompt": self.prefill.length,
             "padding_side": self.prefill.padding_side,
             "baseline": self.sweep.baseline.value,
-            "noise": self.sweep.noise,
+            "noise": self.sweep.noise if math.isfinite(self.sweep.noise) else None,
             "totals_wrong": list(self.sweep.totals_wrong),
             "sweep": self.sweep.document(),
             "length_rule": self.length_rule.document() if self.length_rule is not None else None,
@@ -143,13 +153,18 @@ def locate_prefill(
     say = progress or (lambda sentence: None)
     found = sweep(prefill, pads, progress=say)
     notes = [*prefill.notes, *found.notes]
+    if found.complete and found.worst is None:
+        notes.append(
+            "nothing was padded: only the unpadded run was looked at; give a padding that the model has room for"
+        )
     done: dict[str, Any] = {"preloaded": tuple(preloaded)}
     complete = found.complete
     if complete:
         try:
             done |= _looked_into(prefill, found, Path(out) if out is not None else None, preloaded, say)
+            notes += [f"could not be looked at: {problem}" for problem in done["stages"].problems]
             if lengths:
-                done["length_rule"] = _length_rule(prefill, found, say)
+                done["length_rule"] = _length_rule(prefill, found, done["stages"], say)
             if greedy:
                 done["greedy"] = _greedy(prefill, found, greedy, notes, say)
         except KeyboardInterrupt:
@@ -162,19 +177,40 @@ def locate_prefill(
 def _looked_into(
     prefill: Prefill, found: Sweep, out: Path | None, preloaded: Sequence[Mapping[str, str]], say: Say
 ) -> dict[str, Any]:
-    """Stages and verdict at the worst padding."""
-    pad = found.worst.pad if found.worst is not None else 0
-    say(f"comparing the stages unpadded and with padding {pad}")
-    plain, other = (padded(prefill, prefill.length + extra) for extra in (0, pad))
+    """Stages and verdict of the worst run: of a batch of several prompts those of the first row that differs."""
     folder = out if ranks.is_first() else None
-    table = compare_stages(prefill, plain, other, out=folder, preloaded=preloaded, progress=say)
+    for plain, other, row in _worst_inputs(prefill, found):
+        total = other["input_ids"].shape[1]
+        place = f", row {row}" if len(other["input_ids"]) > 1 else ""
+        say(f"comparing the stages unpadded and at total length {total}{place}")
+        table = compare_stages(prefill, plain, other, row=row, out=folder, preloaded=preloaded, progress=say)
+        if table.first is not None:
+            break
     return {"stages": table, "verdict": conclude(found, table)}
 
 
-def _length_rule(prefill: Prefill, found: Sweep, say: Say) -> LengthRule:
-    """The rule over the sweep's lengths and those of the grid."""
-    points = [Point(row.prompt, row.pad, row.why) for row in found.alone(Way.DEFAULT)]
-    more, unreachable = grid(prefill, found, progress=say)
+def _worst_inputs(prefill: Prefill, found: Sweep) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor], int]]:
+    """The inputs of an unpadded and of the worst run, and the row to compare."""
+    worst, beside = found.worst, found.beside
+    if beside is not None and (worst is None or not worst.exact):
+        pad = beside.pad if beside.place == "padded" else beside.prompt - prefill.length
+        rows = [prefill, *(companions(prefill, pad, beside.companions + 1) or [])]
+        row = 0 if beside.place == "padded" else 1
+        yield padded(rows[row], rows[row].length), batched(rows, prefill.length + pad), row
+        return
+    plain, other = (padded(prefill, prefill.length + pad) for pad in (0, worst.pad if worst is not None else 0))
+    for row in range(plain["input_ids"].shape[0]):
+        yield plain, other, row
+
+
+def _length_rule(prefill: Prefill, found: Sweep, table: StageTable, say: Say) -> LengthRule:
+    """The rule over the sweep's lengths and those of the grid.
+
+    Logits alone count unless a call is wrong, which shows without them, or nothing at all is.
+    """
+    exact = table.whole and (table.first is None or table.first.level is Level.BACKEND)
+    points = [Point(row.prompt, row.pad, row.why * (row.exact or not exact)) for row in found.alone(Way.DEFAULT)]
+    more, unreachable = grid(prefill, found, noise=math.inf if exact else found.noise, progress=say)
     return decide([*points, *more], unreachable)
 
 

@@ -23,7 +23,8 @@ def shaken(model: nn.Module, seed: int) -> Iterator[None]:
 
     def moved(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(moved(each) for each in value)
+            found = [moved(each) for each in value]
+            return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
         if not isinstance(value, Tensor) or not value.dtype.is_floating_point or not value.numel():
             return value
         if value.device not in generators:
@@ -48,9 +49,11 @@ def shake(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """The tensor with a uniform error of up to half of its dtype's eps, of each entry or of its row's RMS.
 
     A sum rounds by the size of what is added and not of what is left, so small entries move as others of their row do.
+    Infinities and NaN stay as they are.
     """
     wide = tensor.detach().to(torch.float64 if tensor.element_size() >= 4 else torch.float32)
     unit = torch.finfo(tensor.dtype).eps / 2
-    typical = wide.square().mean(-1, keepdim=True).sqrt() if wide.dim() else wide.abs()
+    known = torch.where(wide.isfinite(), wide, 0.0)
+    typical = known.square().mean(-1, keepdim=True).sqrt() if known.dim() else known.abs()
     error = torch.rand(wide.shape, dtype=wide.dtype, device=wide.device, generator=generator) * 2 - 1
-    return (wide + error * unit * torch.maximum(wide.abs(), typical)).to(tensor.dtype)
+    return (wide + error * unit * torch.maximum(known.abs(), typical)).to(tensor.dtype)

@@ -48,6 +48,13 @@ class Recording:
         """The values of a stage, in the order in which they were seen."""
         return [value for value in self.values if value.stage == name]
 
+    def layer_inputs(self) -> dict[str, list[Tensor]]:
+        """What each layer was given, by its path: one tensor for each time that it was run through."""
+        found: dict[str, list[Tensor]] = {}
+        for value in self.stage("input"):
+            found.setdefault(value.layer, []).append(value.tensor)
+        return found
+
     def keyed(self) -> dict[tuple[str, str, int], Value]:
         """Every value under its stage, the point where it was seen, and how often that point was passed before."""
         found: dict[tuple[str, str, int], Value] = {}
@@ -90,7 +97,7 @@ def record(
         else:
             watch_inside(stack, notes, prefill.model, inside)
         if feed is not None:
-            feed_layers(stack, notes, stacks, {value.layer: value.tensor for value in feed.stage("input")})
+            feed_layers(stack, notes, stacks, feed.layer_inputs())
         logits = run() if run is not None else forward(prefill, inputs)
     notes.settle()
     notes.add("logits", "", logits[row], axis=None)

@@ -18,6 +18,7 @@ from sdpa_repro.capturing.prefill import Prefill
 from sdpa_repro.capturing.prompts import to_device
 from sdpa_repro.environment import free_memory
 from sdpa_repro.errors import InputError
+from sdpa_repro.replaying.check import full_precision
 
 __all__ = ["Path", "running"]
 
@@ -32,7 +33,7 @@ class Path(Enum):
     EAGER = "eager"
     """transformers' explicit matrix products and softmax."""
     FLOAT32 = "float32"
-    """A copy of the model in float32, SDPA held to MATH: the nearest to exact that is cheap."""
+    """A copy of the model in float32, SDPA held to MATH, no TF32 products: the nearest to exact that is cheap."""
 
 
 @contextmanager
@@ -52,7 +53,7 @@ def running(prefill: Prefill, path: Path) -> Iterator[Prefill]:
         with _eager(prefill):
             yield prefill
     else:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), full_precision():
             yield _float32(prefill)
 
 

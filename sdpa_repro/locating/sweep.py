@@ -69,6 +69,11 @@ class Row:
     def flagged(self) -> bool:
         return bool(self.why)
 
+    @property
+    def exact(self) -> bool:
+        """Whether more than logits accuses it: a call that is wrong, or inputs that differ."""
+        return bool(self.wrong_calls or self.inputs_differ)
+
     def document(self) -> dict[str, Any]:
         """The row as plain values, without the logits."""
         return {
@@ -99,8 +104,8 @@ class Row:
 class Sweep:
     """All rows of a sweep, judged.
 
-    noise: `spread` beyond which logits are not explained by rounding. baseline: the path whose unpadded run the
-    default rows are compared with. complete: False after Ctrl-C.
+    noise: `spread` beyond which logits are not explained by rounding, infinite when it was not measured. baseline: the
+    path whose unpadded run the default rows are compared with. complete: False after Ctrl-C.
     """
 
     rows: tuple[Row, ...]
@@ -139,16 +144,34 @@ class Sweep:
     def worst(self) -> Row | None:
         """The default row to look into: padded, flagged if one is, and the shortest of those that moved about the most.
 
-        None when nothing was padded.
+        Logits alone count when no row has more against it; when they accuse the unpadded run, a row that is not flagged
+        shows the difference. None when nothing was padded.
         """
+        plain = self.find(0, Path.DEFAULT)
+        baseline = plain is not None and plain.flagged
         rows = [row for row in self.alone(Path.DEFAULT) if row.pad > 0]
-        rows = [row for row in rows if row.flagged] or rows
+        rows = [row for row in rows if row.exact] or [row for row in rows if row.flagged is not baseline] or rows
         most = max((row.spread or 0.0 for row in rows), default=0.0)
         return next((row for row in rows if (row.spread or 0.0) >= NEARLY * most), None)
 
     @property
+    def beside(self) -> Row | None:
+        """The smallest batch in which the default path has a wrong call, None when there is none."""
+        rows = [row for row in self.rows if row.companions and row.path is Path.DEFAULT and row.exact]
+        return min(rows, key=lambda row: (row.companions, row.total), default=None)
+
+    @property
     def any_flagged(self) -> bool:
         return any(row.flagged for row in self.rows)
+
+    @property
+    def accusation(self) -> str:
+        """The first run that has more than its logits against it, in words; "" when there is none."""
+        row = next((row for row in self.rows if row.exact), None)
+        if row is None:
+            return ""
+        beside = f" in a batch of {row.companions + 1}" if row.companions else ""
+        return f"{row.why} at total length {row.total}{beside} ({row.path.value})"
 
     def wrong(self, path: Path) -> bool | None:
         """Whether the logits of `path` at the worst padding are beyond noise; None when it was not run there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from sdpa_repro import ranks
 from sdpa_repro.capturing.prefill import Prefill, forward, padded
 from sdpa_repro.errors import InputError
 from sdpa_repro.locating.judging import compared, judged, rms
-from sdpa_repro.locating.lengthening import batched, lengthened
+from sdpa_repro.locating.lengthening import batched, companions
 from sdpa_repro.locating.measuring import Given, Run, differences, measure
 from sdpa_repro.locating.perturbing import shaken
 from sdpa_repro.locating.running import Path, running
@@ -122,16 +123,17 @@ def _unavailable(state: State, pad: int, path: Path, reason: str) -> None:
 
 
 def _noise(state: State) -> None:
-    """How far roundings alone move the logits of the unpadded prompt under MATH."""
-    plain = next((row.logits for row in state.rows if row.path is Path.MATH and row.pad == 0), None)
-    if plain is None:
+    """How far roundings alone move the unpadded logits: under MATH, or as default when MATH cannot run."""
+    plain = {row.path: row.logits for row in state.rows if row.pad == 0 and row.logits is not None}
+    path = Path.MATH if Path.MATH in plain else Path.DEFAULT
+    if path not in plain:
         return
     state.say("measuring the noise of rounding")
-    with running(state.prefill, Path.MATH) as prefill:
+    with suppress(InputError), running(state.prefill, path) as prefill:  # no memory for it: see `judging.limit`
         inputs = padded(prefill, prefill.length)
         for seed in range(DRAWS):
             with shaken(prefill.model, seed):
-                state.shaken.append(rms(forward(prefill, inputs), plain))
+                state.shaken.append(rms(forward(prefill, inputs), plain[path]))
 
 
 def _others(state: State, pads: Sequence[int]) -> None:
@@ -158,9 +160,8 @@ def _batch_pads(found: Sweep, worst: Row) -> list[int]:
 def _beside(state: State, pad: int, count: int) -> None:
     """The prompt in a batch of `count` rows: itself, one that fills the batch's length, and one between."""
     own = state.prefill
-    longer = [lengthened(own, own.length + extra) for extra in (pad, (pad + 1) // 2)[: count - 1]]
-    others = [each for each in longer if each is not None]
-    if len(others) < count - 1:
+    others = companions(own, pad, count)
+    if others is None:
         return
     state.say(f"batch of {count}, total length {own.length + pad}")
     alone, alone_math = _alone(state, others[0])

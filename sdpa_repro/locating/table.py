@@ -62,10 +62,10 @@ class Stage:
 class StageTable:
     """All stages in the order of the forward pass.
 
-    length, total: tokens of the prompt, and with padding. calls: the live check of every SDPA call, each with "run"
-    ("unpadded" or "padded"). For a first stage that is an SDPA call: wrong_runs are the runs whose call is wrong,
-    backend is the kernel, dump the call on disk (the padded run's if that is wrong). problems: what could not be
-    looked at, and why.
+    length, total: tokens of the prompt, and with padding. row, rows: which row was looked at, of how many in the batch.
+    calls: the live check of every SDPA call, each with "run" ("unpadded" or "padded"). For a first stage that is an
+    SDPA call: wrong_runs are the runs whose call is wrong, backend is the kernel, dump the call on disk (the padded
+    run's if that is wrong). problems: what could not be looked at, and why.
     """
 
     stages: tuple[Stage, ...]
@@ -77,6 +77,8 @@ class StageTable:
     backend: str = ""
     wrong_runs: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    row: int = 0
+    rows: int = 1
 
     @property
     def poisoned(self) -> bool:
@@ -87,6 +89,13 @@ class StageTable:
     def first(self) -> Stage | None:
         """The first stage that differs beyond noise, None when none does."""
         return next((stage for stage in self.stages if stage.status is Outcome.DIFFERS), None)
+
+    @property
+    def whole(self) -> bool:
+        """Whether there are SDPA calls, and every layer and every call in it was judged."""
+        inside = [stage for stage in self.stages if stage.level in (Level.BACKEND, Level.MODEL)]
+        calls = any(stage.level is Level.BACKEND for stage in inside)
+        return calls and not any(stage.status is Outcome.NOT_AVAILABLE for stage in inside)
 
     def document(self) -> dict[str, Any]:
         """The table as plain values."""
@@ -103,4 +112,6 @@ class StageTable:
             "poisoned": self.poisoned,
             "wrong_runs": list(self.wrong_runs),
             "problems": list(self.problems),
+            "row": self.row,
+            "rows": self.rows,
         }

@@ -35,6 +35,10 @@ INVARIANTS = {
 class Sweep(Protocol):
     """What the verdict asks of a sweep over pads."""
 
+    @property
+    def accusation(self) -> str:
+        """A run that had a wrong call or other inputs, in words; "" when none had."""
+
     def wrong(self, path: Way) -> bool | None:
         """Whether the worst pad's logits moved beyond noise under a path; None when it was not run under it."""
 
@@ -125,7 +129,7 @@ def _sentence(table: StageTable, first: Stage, eager: bool | None) -> str:
     found = "; ".join(part for part in (first.where, first.detail) if part)
     parts = [
         f'{first.level.value}: {first.module or "the inputs"}{look} breaks "{invariant(first.name)}" '
-        f"{_at(table.length, table.total, table.padding_side)}: {first.name}: {found}{_moved(first)}"
+        f"{_at(table, table.total)}: {first.name}: {found}{_moved(first)}"
     ]
     if first.level is Level.MODEL:
         parts.append("inputs, positions, masks and the SDPA calls up to there are right")
@@ -138,7 +142,7 @@ def _backend(table: StageTable, first: Stage, look: str) -> str:
     total = table.total if PADDED in table.wrong_runs else table.length
     parts = [
         f'{first.level.value}: {table.backend} in {first.module}{look} breaks "{invariant(first.name)}" '
-        f"{_at(table.length, total, table.padding_side)}: {first.where}; {first.detail}",
+        f"{_at(table, total)}: {first.where}; {first.detail}",
         "everything before this call is equal or within rounding",
     ]
     if table.poisoned:
@@ -153,9 +157,12 @@ def _moved(stage: Stage) -> str:
     return f" (moved by {stage.moved:.3g}, rounding moves it by {stage.noise:.3g})"
 
 
-def _at(length: int, total: int, side: str) -> str:
-    extra = total - length
-    return f"at total length {total} ({f'{length} tokens padded by {extra} on the {side}' if extra else 'unpadded'})"
+def _at(table: StageTable, total: int) -> str:
+    """The length, and the row where there are several."""
+    extra = total - table.length
+    how = f"{table.length} tokens padded by {extra} on the {table.padding_side}" if extra else "unpadded"
+    row = f", row {table.row} of a batch of {table.rows}" if table.rows > 1 else ""
+    return f"at total length {total} ({how}{row})"
 
 
 def _nothing(table: StageTable, sweep: Sweep | None) -> str:
@@ -163,11 +170,13 @@ def _nothing(table: StageTable, sweep: Sweep | None) -> str:
     missing = [stage.name for stage in table.stages if stage.status is Outcome.NOT_AVAILABLE]
     seen = len(table.stages) - len(missing)
     parts = [
-        f"{Level.NOTHING.value}: {seen} stages {_at(table.length, table.total, table.padding_side)} are equal or "
+        f"{Level.NOTHING.value}: {seen} stages {_at(table, table.total)} are equal or "
         "move by no more than rounding does"
     ]
     if missing:
         parts.append(f"not available: {', '.join(missing[:6])}{', …' if len(missing) > 6 else ''}")
-    if sweep is not None and sweep.wrong(Way.DEFAULT):
+    if sweep is not None and sweep.accusation:
+        parts.insert(0, f"{sweep.accusation}, but not when the stages were compared")
+    elif sweep is not None and sweep.wrong(Way.DEFAULT):
         parts.append("the sweep saw the logits move further than that: no single stage explains it")
     return "; ".join(parts)

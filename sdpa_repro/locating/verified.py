@@ -47,9 +47,11 @@ class Verified:
         if not holding:
             return "stopped before anything was checked"
         lengths = sorted({point.total for point in self.points})
+        where = f"{len(lengths)} total lengths from {lengths[0]} to {lengths[-1]}"
+        if len(lengths) == 1:
+            where = f"total length {lengths[0]}, and nothing was padded: the invariants of padding were not tried"
         return (
-            f"{'all' if self.complete else 'stopped: so far all'} {len(holding)} invariants that apply hold at "
-            f"{len(lengths)} total lengths from {lengths[0]} to {lengths[-1]}"
+            f"{'all' if self.complete else 'stopped: so far all'} {len(holding)} invariants that apply hold at {where}"
         )
 
     @property
@@ -87,7 +89,7 @@ class Verified:
         more = f" and {others} other point{'s' if others > 1 else ''}" if others else ""
         after = [other.name for other in self.items if other.follows == item.name]
         then = f"; what follows from it: {', '.join(after)}" if after else ""
-        then += "; all before it holds, so a layer or an SDPA call is wrong: locate says which" * (item.name == LOGITS)
+        then += "; all before it holds: locate walks the layers and keeps a call that is wrong" * (item.name == LOGITS)
         return f"{item.name} broken at {first.point}{more}{self._residue(item)}: {first.how}{look}{then}"
 
     def _residue(self, item: Item) -> str:

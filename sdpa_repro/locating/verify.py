@@ -19,16 +19,18 @@ from torch import Tensor
 from sdpa_repro.capturing.prefill import Prefill, PrefillOptions, of_model, padded, totals
 from sdpa_repro.errors import InputError
 from sdpa_repro.locating.caches import CacheComparison, compare_caches, generated
+from sdpa_repro.locating.calls import Check
 from sdpa_repro.locating.invariants import CACHES, GREEDY, LOGITS, Checklist, Finding, Point
 from sdpa_repro.locating.judging import compared, rms
-from sdpa_repro.locating.lengthening import batched, lengthened
+from sdpa_repro.locating.lengthening import batched, companions
 from sdpa_repro.locating.noise import rounding
 from sdpa_repro.locating.perturbing import shaken
 from sdpa_repro.locating.recording import Recording, record
 from sdpa_repro.locating.running import Path, running
+from sdpa_repro.locating.stages import Outcome, compare_stages
 from sdpa_repro.locating.sweep import Row
 from sdpa_repro.locating.verified import TILE, Verified
-from sdpa_repro.locating.walking import Key, Pair, walk
+from sdpa_repro.locating.walking import Key, Pair, how_wrong, of_row, rows_of, walk, wrong_on_valid
 
 __all__ = ["Verified", "around_tiles", "verify", "verify_prefill"]
 
@@ -168,33 +170,73 @@ def _measure_noise(state: State) -> None:
 
 def _point(state: State, point: Point, inputs: Mapping[str, Tensor], *, row: int) -> None:
     """One padded run beside the unpadded one."""
-    run = _lean(record(state.prefill, inputs, row=row))
+    run = _lean(record(state.prefill, inputs, row=row, check=True))
     if state.plain is None:
         state.plain = run
     stages = walk(Pair(state.prefill, state.plain, run, state.noise))
     state.points.append(point)
+    problems = (f"could not be looked at: {problem}" for problem in run.problems)
+    state.notes += [note for note in problems if note not in state.notes]
     state.checklist.look_at(point, stages, image=bool(state.plain.stage("pixel inputs")))
-    _logits(state, point, run.logits[row : row + 1] if point.batch > 1 else run.logits)
-
-
-def _logits(state: State, point: Point, logits: Tensor) -> None:
-    """Within noise of the unpadded run or of what MATH makes of it; of the latter alone when the former is wrong."""
-    if state.plain is None or state.exact is None:
-        return
-    poisoned = rms(state.plain.logits, state.exact) > state.limit
-    bases = [state.exact] if poisoned else [state.plain.logits, state.exact]
-    if min(rms(logits, base) for base in bases) <= state.limit:
+    logits = run.logits[row : row + 1] if point.batch > 1 else run.logits
+    wrong = [check for check in run.checks if wrong_on_valid(run, check)]
+    if wrong:
+        how = f"{_call(run, wrong)}; {_moved(state, logits)}"
+    elif _near(state, logits):
+        how = ""
+    elif any(stage.status is Outcome.DIFFERS for stage in stages):
+        how = _moved(state, logits)
+    else:
+        how = _explained(state, point, inputs, row, _moved(state, logits))
+    if how:
+        state.checklist.broken(LOGITS, Finding(point, how))
+    else:
         state.checklist.hold(LOGITS, point)
-        return
+
+
+def _call(run: Recording, wrong: Sequence[Check]) -> str:
+    """The first SDPA call that is wrong, in words."""
+    first, others = of_row(run, wrong[0]), len(wrong) - 1
+    more = f", and {others} more call{'s' * (others > 1)}" if others else ""
+    return f"{first.kernel} in {first.module} is {how_wrong(first)}, in {rows_of(first)}{more}"
+
+
+def _explained(state: State, point: Point, inputs: Mapping[str, Tensor], row: int, moved: str) -> str:
+    """`moved` with the stage that explains it; "" where all stages are there and right: rounding has added up."""
+    state.say(f"the logits at {point} are beyond noise: comparing the stages")
+    table = compare_stages(state.prefill, padded(state.prefill, state.prefill.length), inputs, row=row)
+    if table.first is not None:
+        return f"{moved}; the first stage beyond noise is {table.first.name}, in {table.first.module}"
+    if not table.whole:
+        return f"{moved}; not every layer could be judged by itself"
+    state.notes.append(f"at {point} {moved}; every SDPA call and every layer is right by itself, so it is no finding")
+    return ""
+
+
+def _bases(state: State) -> list[Tensor]:
+    """What logits are held against: the unpadded run and what MATH makes of it, MATH alone when the former is wrong."""
+    plain, exact = state.plain, state.exact
+    if plain is None or exact is None:
+        return []
+    poisoned = any(wrong_on_valid(plain, check) for check in plain.checks) or rms(plain.logits, exact) > state.limit
+    return [exact] if poisoned else [plain.logits, exact]
+
+
+def _near(state: State, logits: Tensor) -> bool:
+    """Whether logits (B, vocabulary) are within noise of one of the bases."""
+    return min((rms(logits, base) for base in _bases(state)), default=0.0) <= state.limit
+
+
+def _moved(state: State, logits: Tensor) -> str:
+    """How far logits are from the base, in words."""
+    bases = _bases(state)
     row = compared(Row(state.prefill.length, 0, Path.DEFAULT, logits=logits), bases[0], "")
     flip = f"changes from {row.top5_plain[0]} to {row.top5[0]}" if row.argmax_flipped else "stays the same"
     how = (
         f"a logit moves by up to {row.max_abs:.3g}, {rms(logits, bases[0]):.3g} root mean square where rounding "
         f"explains {state.limit:.3g}; the likeliest token {flip}"
     )
-    if poisoned:
-        how += "; the unpadded run is wrong too, the MATH one is the measure"
-    state.checklist.broken(LOGITS, Finding(point, how))
+    return f"{how}; the unpadded run is wrong too, the MATH one is the measure" if len(bases) == 1 else how
 
 
 def _caches(state: State, pads: Sequence[int]) -> None:
@@ -211,7 +253,7 @@ def _caches(state: State, pads: Sequence[int]) -> None:
         if state.caches is None or not state.caches.different:
             state.caches = found
         if found.different:
-            state.checklist.broken(CACHES, Finding(Point(1, total), found.sentence, found.module, found.file))
+            state.checklist.broken(CACHES, Finding(Point(1, total), found.headline, found.module, found.file))
         else:
             state.checklist.hold(CACHES, Point(1, total))
 
@@ -229,11 +271,19 @@ def _greedy(state: State, rows: Mapping[tuple[int, int], Mapping[str, Tensor]]) 
         state.checklist.leave_out(GREEDY, "nothing was padded")
         return
     state.say(f"{TOKENS} greedy tokens")
-    tokens, logits = generated(prefill, padded(prefill, prefill.length), TOKENS)
+    try:
+        tokens, logits = generated(prefill, padded(prefill, prefill.length), TOKENS)
+    except InputError as error:
+        state.checklist.leave_out(GREEDY, str(error))
+        return
     for (count, pad), inputs in rows.items():
         point = Point(count, prefill.length + pad)
         state.say(f"{TOKENS} greedy tokens at {point}")
-        other = generated(prefill, inputs, TOKENS)[0]
+        try:
+            other = generated(prefill, inputs, TOKENS)[0]
+        except InputError as error:
+            state.checklist.leave_out(GREEDY, str(error))
+            continue
         how = _parts(tokens, other[count - 1 : count] if count > 1 else other, logits, TIE * state.limit)
         if how:
             state.checklist.broken(GREEDY, Finding(point, how))
@@ -260,9 +310,8 @@ def _parts(plain: Tensor, other: Tensor, logits: Tensor, tie: float) -> str:
 
 def _beside(prefill: Prefill, pad: int, count: int) -> dict[str, Tensor] | None:
     """A batch of `count` rows: longer ones first, the prompt last; None when it cannot be made longer."""
-    longer = [lengthened(prefill, prefill.length + extra) for extra in (pad, (pad + 1) // 2)[: count - 1]]
-    others = [each for each in longer if each is not None]
-    return batched([*others, prefill], prefill.length + pad) if len(others) == count - 1 else None
+    others = companions(prefill, pad, count)
+    return batched([*others, prefill], prefill.length + pad) if others is not None else None
 
 
 def _lean(run: Recording) -> Recording:

@@ -201,7 +201,7 @@ def _call(pair: Pair, name: str, key: Key, before: int, after: int) -> Stage:
     stage = Stage(name, Outcome.NOT_AVAILABLE, Level.BACKEND, difference.moved, difference.noise, module=key[1])
     wrong = [(word, run, check) for word, run, check in checks if check is not None and wrong_on_valid(run, check)]
     if wrong:
-        check = wrong[-1][2]
+        check = of_row(*wrong[-1][1:])
         return replace(
             stage,
             status=Outcome.DIFFERS,
@@ -211,12 +211,11 @@ def _call(pair: Pair, name: str, key: Key, before: int, after: int) -> Stage:
         )
     if all(check is not None and (check.status == "agrees" or check.wrong) for _, _, check in checks):
         same = difference.outcome is Outcome.EQUAL
-        ratio = max(check.ratio for _, _, check in checks if check is not None and not check.wrong)
-        return replace(
-            stage,
-            status=Outcome.EQUAL if same else Outcome.WITHIN_NOISE,
-            detail=f"both runs agree with the float64 reference: at most {ratio:.2g} of the threshold",
-        )
+        ratios = [check.ratio for _, _, check in checks if check is not None and not check.wrong]
+        detail = "both runs agree with the float64 reference on the tokens of this row; other query rows are wrong"
+        if len(ratios) == len(checks):
+            detail = f"both runs agree with the float64 reference: at most {max(ratios):.2g} of the threshold"
+        return replace(stage, status=Outcome.EQUAL if same else Outcome.WITHIN_NOISE, detail=detail)
     reasons = sorted({check.reason for _, _, check in checks if check is not None and check.reason})
     return replace(stage, detail="; ".join(reasons) or "not checked against the reference")
 
@@ -226,12 +225,16 @@ def wrong_on_valid(run: Recording, check: Check) -> bool:
 
     Only the first wrong rows are listed; when there are more, one of them is taken to be.
     """
-    if not check.wrong:
-        return False
+    return check.wrong and (of_row(run, check) is check or bool(of_row(run, check).rows))
+
+
+def of_row(run: Recording, check: Check) -> Check:
+    """The check with the wrong rows of the recorded row's valid tokens alone; as it is when not all are listed."""
     if check.wrong_rows > len(check.rows) or check.lengths[0] != run.total:
-        return True
-    valid = set(run.valid.tolist())
-    return any(row in valid and batch == (run.row if check.batches > 1 else 0) for batch, _, row in check.rows)
+        return check
+    valid, own = set(run.valid.tolist()), run.row if check.batches > 1 else 0
+    rows = tuple(each for each in check.rows if each[0] == own and each[2] in valid)
+    return replace(check, rows=rows, wrong_rows=len(rows))
 
 
 def rows_of(check: Check) -> str:
@@ -252,7 +255,7 @@ def rows_of(check: Check) -> str:
 def how_wrong(check: Check) -> str:
     """By how much a call is wrong, in words."""
     if check.status == "nonfinite":
-        return "NaN or Inf where the float64 reference is finite"
+        return check.reason or "NaN or Inf where the float64 reference is finite"
     return f"off by {check.max_abs:.3g} from the float64 reference, {check.ratio:.3g} times the threshold"
 
 

@@ -71,19 +71,24 @@ def careful(notes: Notes, look: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def feed_layers(stack: ExitStack, notes: Notes, stacks: Sequence[Stack], inputs: Mapping[str, Tensor]) -> None:
-    """Give each layer other hidden states for the noted row: `inputs` by path, (1, valid tokens, width).
+def feed_layers(
+    stack: ExitStack, notes: Notes, stacks: Sequence[Stack], inputs: Mapping[str, Sequence[Tensor]]
+) -> None:
+    """Give each layer other hidden states for the noted row: `inputs` by path, one (1, valid tokens, width) a pass.
 
-    A layer whose input is of another shape goes on as it is.
+    A model may run through a layer several times (ALBERT does). A layer whose input is of another shape, or that is
+    run through more often than there are inputs, goes on as it is.
     """
+    passes = {path: iter(each) for path, each in inputs.items()}
 
     def before(module: nn.Module, args: Any, kwargs: Any, path: str) -> Any:
+        values = next(passes[path], None)
         name = "hidden_states" if isinstance(kwargs.get("hidden_states"), Tensor) else None
         place = next((index for index, each in enumerate(args) if isinstance(each, Tensor)), None)
-        if name is None and place is None:
+        if values is None or (name is None and place is None):
             return None
         hidden = kwargs[name] if name is not None else args[place]
-        fed = notes.put(hidden, inputs[path])
+        fed = notes.put(hidden, values)
         if name is not None:
             return args, {**kwargs, name: fed}
         return tuple(fed if index == place else each for index, each in enumerate(args)), kwargs

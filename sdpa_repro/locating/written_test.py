@@ -117,7 +117,10 @@ def tiny_prefill(options: PrefillOptions) -> tuple[Prefill, int]:
     config = tiny.configuration() if options.model is None else loading.load_config(options)
     name = tiny.NAME if options.model is None else str(options.model)
     if config.is_encoder_decoder:
-        raise InputError("--write-test knows decoders only, and this is an encoder-decoder model")
+        raise InputError(
+            f"{loading.display_name(name)} is an encoder-decoder model, and tests are written for decoders only: "
+            "leave out --write-test to check the model itself"
+        )
     auto = loading.auto_class(config, name)
     try:
         small = shrunk(config)
@@ -129,7 +132,7 @@ def tiny_prefill(options: PrefillOptions) -> tuple[Prefill, int]:
         raise InputError("no seed gives this model a clear next token: leave out --write-test") from None
     except Exception as error:
         reason = load_errors.first_line(error)
-        raise InputError(f"the configuration of {loading.display_name(name)} cannot be made small: {reason}") from error
+        raise InputError(f"no small {loading.display_name(name)} could be built for a test: {reason}") from error
 
 
 def source(prefill: Prefill, seed: int, title: str) -> str:

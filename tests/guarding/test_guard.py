@@ -21,8 +21,11 @@ from torch.overrides import TorchFunctionMode
 
 import sdpa_repro
 from sdpa_repro.capturing import padding
+from sdpa_repro.capturing.patching import Patch
 from sdpa_repro.capturing.tiny import PAD, tiny_gemma4, tiny_inputs
 from sdpa_repro.errors import InputError
+from sdpa_repro.guarding import guard as module
+from sdpa_repro.guarding import switch
 from sdpa_repro.guarding.guard import Guard, GuardNotNeeded
 from sdpa_repro.guarding.switch import GuardWarning
 from tests.calls import make_call
@@ -112,6 +115,58 @@ def test_a_warning_that_is_an_error_leaves_nothing_behind(planted: Planted) -> N
         with pytest.raises(GuardWarning), guard(planted):
             attend()
     assert functional.scaled_dot_product_attention is ORIGINALS[0]
+
+
+@quiet
+def test_one_head_of_an_expanded_key_gets_other_strides_too(planted: Planted) -> None:
+    one = WRONG.with_tensors({name: WRONG.tensors[name][:, :1] for name in ("query", "key", "value")})
+    assert one.key.is_contiguous()
+    assert one.key.stride(1) == 0
+    assert not is_right(attend(one), one)
+    with guard(planted) as guarding:
+        assert is_right(attend(one), one)
+    assert guarding.report()["changed"] == {"pytorch#191937": 1}
+
+
+@quiet
+def test_ctrl_c_while_a_guard_closes_does_not_disarm_the_next(
+    planted: Planted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(patch: Patch) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(Patch, "restore", interrupted)
+        with pytest.raises(KeyboardInterrupt), guard(planted):
+            assert is_right(attend())
+    functional.scaled_dot_product_attention = ORIGINALS[0]  # as if it had come half way through
+    with guard(planted):
+        assert is_right(attend())
+    assert not is_right(attend())
+
+
+def test_a_guard_that_cannot_be_opened_or_closed_gives_the_compiler_back(
+    planted: Planted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+    monkeypatch.setattr(module, "_suspend_compiler", lambda: "callback")
+    monkeypatch.setattr(module, "_resume_compiler", given.append)
+
+    def interrupted(*args: object, **words: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(switch, "enter", interrupted)
+        with pytest.raises(KeyboardInterrupt), guard(planted):
+            raise AssertionError("is not open")
+    assert given == ["callback"]
+    guarding = guard(planted)
+    with monkeypatch.context() as context:
+        context.setattr(switch, "leave", interrupted)
+        with pytest.raises(KeyboardInterrupt), guarding:
+            pass
+    assert given == ["callback", "callback"]
+    switch.leave(guarding, everywhere=False)
 
 
 @quiet

@@ -158,6 +158,9 @@ def test_the_warning_says_what_the_rule_is_about(tmp_path: Path) -> None:
         ({"length_rule": {"rule": "exec('1')"}}, "cannot read the length rule"),
         ({"length_rule": {"rule": 7}}, "cannot read the length rule"),
         ({"workarounds": None}, "nothing can be done"),
+        ({"needed": [f"factor {number}" for number in range(1000)]}, "no list of texts"),
+        ({"alternatives": [["a", "b"]] * 1000}, "no pairs"),
+        ({"length_rule": {"rule": " and ".join(["L % 32 == 1"] * 1000)}}, "cannot read the length rule"),
     ],
 )
 def test_a_document_that_cannot_be_used_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -185,6 +188,23 @@ def test_odd_values_beside_what_is_read_do_no_harm(tmp_path: Path) -> None:
     path = rule_file(tmp_path, known=[None, {"fixed_in": 3}], replay=None, workarounds=[None, *json.loads("[]")])
     with pytest.raises(InputError, match="nothing can be done"):
         read_rule(path, CPU)
+
+
+def test_what_a_file_says_is_printable_and_short_in_a_warning(tmp_path: Path) -> None:
+    look = Look(WRONG, "FLASH_ATTENTION", "cpu", False, None)
+    hostile = "\x1b[2J" + "9" * 1000
+    path = rule_file(tmp_path, known=[{"issue": hostile, "match": "exact", "fixed_in": hostile}])
+    about = read_rule(path, CPU).remedy.about(look)
+    assert about.isprintable()
+    assert len(about) < 200
+    elsewhere = read_rule(rule_file(tmp_path, replay={"device": hostile, "dtype": "float32"}), CPU).unneeded
+    assert elsewhere.isprintable()
+    assert len(elsewhere) < 200
+
+
+def test_a_call_without_heads_does_not_repeat_them(tmp_path: Path) -> None:
+    flat = WRONG.with_tensors({name: WRONG.tensors[name][0, 0] for name in ("query", "key", "value")})
+    assert not applies(rule_file(tmp_path), replace(flat, attn_mask=torch.ones(33, 33, dtype=torch.bool)))
 
 
 def test_the_result_of_diagnose_holds_the_same_rule(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sdpa_repro.capturing import tiny
-from sdpa_repro.capturing.prefill import Prefill
+from sdpa_repro.capturing.prefill import Prefill, of_model
 
 LAYERS = 3
 WINDOW = 16
@@ -32,3 +32,15 @@ def beside_another(prefill: Prefill) -> Prefill:
     other = tiny.tiny_inputs(prefill.model, prefill.length, seed=5)
     inputs = {name: torch.cat([other[name], tensor]) for name, tensor in prefill.inputs.items()}
     return replace(prefill, inputs=inputs)
+
+
+@cache
+def full() -> Prefill:
+    """A prompt of `LENGTH` tokens that takes all positions of its model; not to be changed."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=LENGTH, pad_token_id=0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(config).eval()
+    return of_model(model, {"input_ids": torch.arange(3, 3 + LENGTH)[None]})

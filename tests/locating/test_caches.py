@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from sdpa_repro.capturing.prefill import PrefillOptions, padded, prepare
+from sdpa_repro.capturing.prefill import Prefill, PrefillOptions, padded, prepare
 from sdpa_repro.errors import InputError
 from sdpa_repro.locating import caches
 from sdpa_repro.locating.caches import compare_caches, generated, masks_of
-from sdpa_repro.locating.recording import record
+from sdpa_repro.locating.recording import Recording, Value, record
 from tests import models
 from tests.locating.prefills import FAILING, WINDOW, small
 
@@ -30,8 +31,14 @@ def test_both_kinds_of_masks_are_compared_and_each_difference_is_real() -> None:
     assert set(found.different) == {kind for kind in runs[0] if not torch.equal(runs[0][kind], runs[1][kind])}
     if found.different:  # transformers 5.24: images see themselves in other layers and across the window
         assert found.prepared
-        assert "create_masks_for_generate" in found.sentence
-        assert "sees token" in found.sentence
+        assert found.equal_inputs
+        assert "Gemma4UnifiedModel.forward makes the masks of the dynamic cache" in found.sentence
+        assert "Gemma4UnifiedForConditionalGeneration.create_masks_for_generate those of the static" in found.sentence
+        image = prefill.inputs["mm_token_type_ids"][0].bool()
+        entries = torch.cat([(runs[0][kind] != runs[1][kind]).nonzero() for kind in found.different])
+        ahead = bool((entries[:, 1] > entries[:, 0]).all())
+        assert bool(image[entries].all()) == ("all between tokens of images" in found.sentence)
+        assert ahead == all("all towards later tokens" in how for how in found.different.values())
 
 
 def test_without_an_image_both_caches_meet_the_causal_mask_and_the_window() -> None:
@@ -61,6 +68,39 @@ def test_a_mask_that_differs_is_told_from_both_sides(monkeypatch: pytest.MonkeyP
     assert list(found.different) == ["sliding"]
     assert found.different["sliding"].startswith("token 5 sees token 3 with a dynamic cache and does not with a static")
     assert found.prepared
+
+
+def test_a_difference_is_kept_when_no_memory_is_left_to_look_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = small(images=0)
+    full = InputError("out of memory on cuda: give a shorter prompt")
+    causal = torch.ones(58, 58, dtype=torch.bool).tril()
+    runs = iter([causal, causal.clone().index_fill_(0, torch.tensor(5), False)])
+
+    def recorded(*args: Any, **words: Any) -> Recording:
+        mask = next(runs, None)
+        if mask is None:
+            raise full
+        value = Value("mask", "model", "model.layers.0", mask, 0, maker="model")
+        return Recording((value,), torch.arange(58), 58, 0, torch.zeros(1, 4))
+
+    monkeypatch.setattr(caches, "record", recorded)
+    found = compare_caches(prefill, padded(prefill, 58))
+    assert found.prepared is None
+    assert found.different[""].startswith("token 5 sees token 0 with a dynamic cache and does not with a static one")
+    assert found.sentence.endswith("the next-token logits of this prompt stay the same")
+
+
+def test_other_inputs_for_one_cache_are_told_apart_from_other_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = small()
+
+    def lost(prefill: Prefill, inputs: dict[str, Tensor], count: int, cache: str) -> tuple[Tensor, Tensor]:
+        types = {"mm_token_type_ids": torch.zeros_like(inputs["mm_token_type_ids"])} if cache == "static" else {}
+        return generated(prefill, {**inputs, **types}, count, cache)
+
+    monkeypatch.setattr(caches, "generated", lost)
+    found = compare_caches(prefill, padded(prefill, 58))
+    assert not found.equal_inputs
+    assert "gives the two caches other ids, token types or positions" in found.sentence
 
 
 def test_generate_leaves_nothing_on_the_model() -> None:

@@ -14,7 +14,7 @@ from sdpa_repro.locating.greedy import Continuation, continuations
 from sdpa_repro.locating.running import Path
 from tests import models
 from tests.capturing import faults
-from tests.locating.prefills import FAILING, LENGTH, small
+from tests.locating.prefills import FAILING, LENGTH, full, small
 
 
 def test_a_healthy_model_goes_on_in_the_same_way_on_both_paths() -> None:
@@ -56,6 +56,12 @@ def test_an_encoder_decoder_model_continues_on_its_decoder(tmp_path: File) -> No
     default, math = continuations(prefill, 5, 3)
     assert default.plain == default.padded == math.plain
     assert default.plain
+
+
+def test_a_model_without_positions_for_the_answer_says_so() -> None:
+    with pytest.raises(InputError, match="positions for 58 tokens: 59 are too many"):
+        continuations(full(), 0, 2)
+    assert continuations(full(), 0, 1)[0].first is None
 
 
 def test_what_cannot_generate_says_so() -> None:

@@ -61,7 +61,7 @@ def test_a_baseline_that_is_wrong_is_called_poisoned_and_another_takes_its_place
     assert clean.max_abs is not None
     assert clean.max_abs < 0.1
     assert found.worst is not None
-    assert found.worst.pad == 32
+    assert found.worst.pad not in (0, 32)  # as wrong as the baseline: the two would look alike
 
 
 def test_with_two_paddings_the_math_run_stands_for_the_middle() -> None:
@@ -127,3 +127,31 @@ def test_a_row_says_what_its_logits_say_beside_the_unpadded_ones() -> None:
     assert row.top5_plain == (99, 98, 97, 96, 95)
     assert row.top5 == (0, 99, 98, 97, 96)
     assert row.document()["total_mod_32"] == 11
+
+
+def test_noise_that_was_not_measured_lets_no_logits_accuse() -> None:
+    found = judged(rows(Path.DEFAULT, 4), 10, ())
+    assert found.noise == math.inf
+    assert not found.any_flagged
+    wrong = [*rows(Path.DEFAULT, 4)[:3], replace(rows(Path.DEFAULT, 4)[3], wrong_calls=(CALL,))]
+    assert judged(wrong, 10, ()).totals_wrong == (13,)
+
+
+def test_where_every_padding_is_wrong_the_unpadded_run_is_not_called_poisoned() -> None:
+    wrong = tuple(range(1, 20))
+    found = rows(Path.DEFAULT, 20, wrong=wrong) + rows(Path.MATH, 20)
+    for calls in ((), (CALL,)):
+        accused = [replace(row, wrong_calls=calls) if row.path is Path.DEFAULT and row.pad else row for row in found]
+        result = judged(accused, 10, (0.01,))
+        assert not result.poisoned
+        assert result.totals_wrong == tuple(10 + pad for pad in wrong)
+
+
+def test_a_wrong_call_is_looked_into_before_logits_that_moved_further() -> None:
+    found = rows(Path.DEFAULT, 20, wrong=(5,)) + rows(Path.MATH, 20)
+    found[9] = replace(found[9], wrong_calls=(CALL,))
+    result = judged(found, 10, (0.01,))
+    assert result.totals_wrong == (15, 19)
+    assert result.worst is not None
+    assert result.worst.pad == 9
+    assert result.accusation == "FLASH_ATTENTION is wrong in layers.0 at total length 19 (default)"

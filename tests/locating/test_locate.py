@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sdpa_repro import InputError, locate
+from sdpa_repro.locating import judging, watching
 from sdpa_repro.locating import locate as module
 from sdpa_repro.locating.lengthening import lengthened
 from sdpa_repro.locating.locate import locate_prefill
+from sdpa_repro.locating.table import Level
+from sdpa_repro.locating.verify import verify_prefill
 from tests.capturing import faults
-from tests.locating.prefills import FAILING, LENGTH, small
+from tests.faults import emulation
+from tests.locating.prefills import FAILING, LENGTH, beside_another, full, small
 
 GUILTY = "model.language_model.layers.2.self_attn"
 PAD = FAILING - LENGTH
@@ -67,6 +72,68 @@ def test_the_rule_names_the_total_length() -> None:
     assert found.sweep.totals_wrong == (65, 97)
 
 
+def wrong_in_row(row: int) -> None:
+    """From now on the last query row of one row of every batch of several is wrong."""
+
+    def change(output: Tensor, _: emulation.Arguments) -> Tensor:
+        if len(output) > 1:
+            output[row, :, -1] *= 2.0
+        return output
+
+    emulation.replace_flash(change)
+
+
+@pytest.mark.slow
+def test_of_a_batch_of_prompts_the_row_that_is_wrong_is_found() -> None:
+    prefill = beside_another(small())
+    wrong_in_row(1)
+    found = locate_prefill(prefill, [1], lengths=False)
+    assert found.verdict is not None
+    assert found.verdict.level is Level.BACKEND
+    assert "row 1 of a batch of 2" in found.sentence
+    assert found.exit_status == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_kernel_that_is_wrong_in_batches_alone_is_found_in_one(row: int) -> None:
+    wrong_in_row(row)
+    found = locate_prefill(small(), [3], lengths=False)
+    assert found.sweep.totals_wrong == ()
+    assert found.verdict is not None
+    assert found.verdict.level is Level.BACKEND
+    assert f"total length {LENGTH + 3}" in found.sentence
+    assert f"row {row} of a batch of 2" in found.sentence
+
+
+@pytest.mark.slow
+def test_logits_alone_are_no_finding_where_every_stage_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "limit", lambda *_: 1e-30)  # as if rounding moved nothing
+    found = locate_prefill(small(torch.bfloat16), [1, 7, 20], lengths=False)
+    assert found.sweep.any_flagged
+    assert found.sentence.startswith("nothing beyond dtype noise")
+    assert "no single stage explains it" in found.sentence
+    assert found.exit_status == 0
+
+
+def test_where_nothing_is_padded_a_note_says_so() -> None:
+    prefill = full()
+    found = locate_prefill(prefill, [], lengths=False)
+    assert found.exit_status == 0
+    assert any(note.startswith("nothing was padded") for note in found.notes)
+
+
+def test_what_could_not_be_looked_at_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(value: object) -> None:
+        raise TypeError("an output of a kind that nobody knows")
+
+    monkeypatch.setattr(watching, "first_tensor", odd)
+    found = locate_prefill(full(), [], lengths=False)
+    assert "could not be looked at: TypeError: an output of a kind that nobody knows" in found.notes
+    notes = verify_prefill(full(), [], caches=False).notes
+    assert notes.count("could not be looked at: TypeError: an output of a kind that nobody knows") == 1
+
+
 def test_padding_that_came_with_the_inputs_is_taken_off() -> None:
     prefill = small()
     from sdpa_repro.capturing.prefill import of_model, padded
@@ -104,6 +171,7 @@ def test_ctrl_c_after_the_sweep_keeps_the_sweep(monkeypatch: pytest.MonkeyPatch)
     assert not found.document()["complete"]
 
 
+@pytest.mark.slow
 def test_what_greedy_cannot_do_is_a_note() -> None:
     prefill = small()
     found = locate(prefill.model, prefill.inputs, pads=[1], padding_side="right", lengths=False, greedy=2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sdpa_repro.locating.perturbing import shake, shaken
 
@@ -20,6 +22,27 @@ def test_an_entry_moves_by_about_one_unit_in_the_last_place(dtype: torch.dtype) 
     assert moved.dtype is dtype
     assert bool((difference <= largest * 1.01).all())
     assert float((difference > 0).double().mean()) > 0.1
+
+
+def test_infinities_stay_and_the_entries_beside_them_move_by_a_rounding() -> None:
+    values = torch.tensor([[1.0, -torch.inf, 2.0, torch.nan, torch.inf]])
+    moved = shake(values, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(moved, values, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def test_a_named_tuple_keeps_its_names() -> None:
+    class Routing(NamedTuple):
+        logits: Tensor
+        chosen: Tensor
+
+    class Router(nn.Module):
+        def forward(self, values: Tensor) -> Routing:
+            return Routing(values, values.argmax(-1))
+
+    with shaken(router := Router(), 0):
+        found = router(torch.ones(2, 4))
+    assert torch.equal(found.chosen, torch.zeros(2, dtype=torch.long))
+    assert not torch.equal(found.logits, torch.ones(2, 4))
 
 
 def model() -> nn.Sequential:

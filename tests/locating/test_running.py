@@ -69,6 +69,17 @@ def test_float32_runs_a_copy_with_float32_inputs(short: Prefill) -> None:
         assert one.inputs["input_ids"].dtype == torch.int64
 
 
+def test_float32_products_are_in_float32_whatever_the_process_asked_for(short: Prefill) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with running(short, Path.FLOAT32):
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_the_model_is_put_back_when_the_run_fails(short: Prefill) -> None:
     before = implementations(short)
     with pytest.raises(RuntimeError, match="in between"), running(short, Path.EAGER):

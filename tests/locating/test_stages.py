@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sdpa_repro import dump
-from sdpa_repro.capturing.prefill import Prefill, padded
+from sdpa_repro.capturing.prefill import Prefill, of_model, padded
+from sdpa_repro.locating import stages
 from sdpa_repro.locating.calls import Check
+from sdpa_repro.locating.perturbing import shaken
 from sdpa_repro.locating.recording import Recording
 from sdpa_repro.locating.stages import Level, Outcome, StageTable, compare_stages
 from sdpa_repro.locating.verdict import conclude
-from sdpa_repro.locating.walking import rows_of, wrong_on_valid
+from sdpa_repro.locating.walking import of_row, rows_of, wrong_on_valid
+from tests.faults import emulation
 from tests.locating import prefills
 from tests.locating.prefills import FAILING, LENGTH
 
@@ -118,6 +124,56 @@ def test_a_row_of_a_batch_is_compared_with_the_row_alone() -> None:
     assert (first.name, first.level) == (GUILTY_STAGE, Level.BACKEND)
 
 
+def test_a_layer_that_is_run_through_several_times_is_fed_each_time_what_it_had() -> None:
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    sizes = {"vocab_size": 64, "embedding_size": 16, "hidden_size": 32, "intermediate_size": 32}
+    config = AlbertConfig(**sizes, num_hidden_layers=3, num_attention_heads=2, initializer_range=0.1, pad_token_id=0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AlbertForMaskedLM(config).eval()
+    prefill = of_model(model, {"input_ids": torch.arange(3, 23)[None]}, padding_side="right")
+    for total in (20, 33):
+        table = compare(prefill, total)
+        assert table.first is None, conclude(None, table).sentence
+        assert sum(stage.name.endswith("SDPA") for stage in table.stages) == 3
+
+
+@pytest.mark.slow
+def test_a_call_that_is_wrong_in_other_rows_of_both_runs_is_not_this_row_s() -> None:
+    prefill = prefills.beside_another(prefills.small())
+
+    def change(output: Tensor, _: emulation.Arguments) -> Tensor:
+        output[1, :, -1] *= 2.0
+        return output
+
+    emulation.replace_flash(change)
+    assert compare(prefill, FAILING, row=0).first is None
+    table = compare(prefill, FAILING, row=1)
+    assert table.first is not None
+    assert table.first.where.startswith(f"query row {FAILING - 1}, the last of {FAILING}, in")
+    assert table.first is not None
+    assert table.first.level is Level.BACKEND
+    assert "row 1 of a batch of 2" in conclude(None, table).sentence
+
+
+@pytest.mark.slow
+def test_a_layer_is_accused_by_no_few_shaken_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def seldom(model: Any, seed: int) -> Iterator[None]:
+        """As a router near a tie: most runs, here the first ones, do not show that it can jump."""
+        if seed < stages.DRAWS:
+            yield
+            return
+        with shaken(model, seed):
+            yield
+
+    monkeypatch.setattr(stages, "shaken", seldom)
+    table = compare(prefills.small(torch.bfloat16), FAILING)
+    assert any((stage.moved or 0.0) > 0.0 for stage in table.stages if stage.name.endswith("output"))
+    assert table.first is None
+
+
 def test_shaken_runs_give_every_float_stage_its_noise() -> None:
     table = compare(prefills.small(), FAILING)
     floating = [stage for stage in table.stages if stage.name.endswith(("query", "key", "value", "output", "logits"))]
@@ -145,7 +201,8 @@ def test_every_class_has_a_document_of_plain_values() -> None:
 
 
 def check(rows: tuple[tuple[int, int, int], ...], wrong_rows: int, lengths: tuple[int, int] = (9, 9)) -> Check:
-    return Check(0, "m", "MATH", lengths, 2, 4, "diverges", 1.0, 0.1, 10.0, rows, wrong_rows, "")
+    place = {"index": 0, "module": "m", "kernel": "MATH", "lengths": lengths, "batches": 2, "heads": 4}
+    return Check("diverges", 1.0, 0.1, 10.0, rows, wrong_rows, **place)
 
 
 def test_only_wrong_rows_of_valid_tokens_of_the_row_count() -> None:
@@ -155,6 +212,13 @@ def test_only_wrong_rows_of_valid_tokens_of_the_row_count() -> None:
     assert not wrong_on_valid(run, check(((0, 0, 4),), 1))
     assert wrong_on_valid(run, check(((1, 0, 3),), 99))  # more are wrong than are listed
     assert wrong_on_valid(run, check(((1, 0, 0),), 1, (1, 9)))  # not the padded sequence: all its rows are valid
+
+
+def test_wrong_rows_of_other_rows_of_the_batch_are_not_told() -> None:
+    run = Recording((), torch.arange(4, 9), 9, 1, torch.zeros(2, 3))
+    both = check(((0, 0, 5), (0, 1, 6), (1, 2, 3), (1, 2, 8)), 4)
+    assert rows_of(of_row(run, both)) == "query row 8, the last of 9, in 1 of 4 heads"
+    assert of_row(run, check(((0, 0, 5),), 99)).wrong_rows == 99
 
 
 def test_wrong_rows_are_told_as_far_as_they_are_listed() -> None:

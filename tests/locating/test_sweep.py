@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path as File
 from typing import Any
 
@@ -11,11 +13,12 @@ import pytest
 import torch
 
 from sdpa_repro.capturing.prefill import Prefill, PrefillOptions, prepare, totals
+from sdpa_repro.errors import InputError
 from sdpa_repro.locating import sweeping
 from sdpa_repro.locating.grid import grid
 from sdpa_repro.locating.lengthening import lengthened
 from sdpa_repro.locating.measuring import Run, measure
-from sdpa_repro.locating.running import Path
+from sdpa_repro.locating.running import Path, running
 from sdpa_repro.locating.sweeping import sweep
 from tests import models
 from tests.capturing import faults
@@ -102,6 +105,21 @@ def test_each_padding_and_path_runs_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sorted(runs.values()) == [2, 4, 4]
 
 
+def test_without_memory_for_math_no_healthy_length_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def full(prefill: Prefill, path: Path) -> Iterator[Prefill]:
+        if path is Path.MATH:
+            raise InputError("out of memory on cuda: give a shorter prompt")
+        with running(prefill, path) as ready:
+            yield ready
+
+    monkeypatch.setattr(sweeping, "running", full)
+    found = sweep(small(torch.bfloat16), [1, 7], batches=False)
+    assert not found.any_flagged
+    assert 0 < found.noise < math.inf
+    assert any("MATH is not available: out of memory" in note for note in found.notes)
+
+
 def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     count = 0
 
@@ -115,6 +133,7 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sweeping, "measure", interrupted)
     found = sweep(small(), range(10))
     assert not found.complete
+    assert found.totals_wrong == ()
     assert [(row.pad, row.path.value) for row in found.rows] == [
         (0, "default"),
         (0, "MATH"),
@@ -164,7 +183,7 @@ def test_lengths_below_the_images_are_listed_as_unreachable() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        grid(prefill, found, progress=stop)
+        grid(prefill, found, noise=found.noise, progress=stop)
     least = min(prompt for prompt in (31, 32, 33, 58, 63) if prompt >= 54)
     assert tried[0].startswith(f"prompt of {least} tokens")
 

@@ -52,6 +52,7 @@ def compare(prefill: Prefill, total: int) -> StageTable:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.slow
 def test_a_planted_fault_is_put_at_its_level(name: str, dtype: torch.dtype) -> None:
     fault, prefill = FAULTS[name], prefills.small(dtype)
     with fault.plant(prefill):
@@ -77,6 +78,7 @@ def test_a_length_that_does_not_show_the_fault_is_clean(name: str) -> None:
     assert not verdict.found
 
 
+@pytest.mark.slow
 def test_a_baseline_of_a_failing_length_shows_the_model_s_fault_too() -> None:
     prefill = prefills.small(length=FAILING)
     with planted.layer_wrong_everywhere(prefill.model, LAYER):
@@ -90,6 +92,7 @@ class Answers:
 
     wrong_on: tuple[Way, ...]
     ran: tuple[Way, ...] = tuple(Way)
+    accusation: str = ""
 
     def wrong(self, path: Way) -> bool | None:
         return path in self.wrong_on if path in self.ran else None

@@ -20,7 +20,7 @@ from sdpa_repro.locating.verify import Verified, around_tiles, verify_prefill
 from tests import models
 from tests.capturing import faults
 from tests.locating import planted
-from tests.locating.prefills import FAILING, LENGTH, small
+from tests.locating.prefills import FAILING, LENGTH, full, small
 
 PADS = (FAILING - LENGTH - 1, FAILING - LENGTH)
 FOLLOWING = {invariants.LOGITS, invariants.GREEDY}
@@ -81,7 +81,8 @@ def test_a_wrong_kernel_breaks_the_logits_alone_and_locate_is_named(
     assert [each.name for each in found.broken] == [invariants.LOGITS]
     assert [each.point.total for each in item(found, invariants.LOGITS).findings] == [FAILING, FAILING + 32]
     assert "(wherever total % 32 == 1, nowhere else)" in found.sentence
-    assert found.sentence.endswith("a layer or an SDPA call is wrong: locate says which")
+    assert "FLASH_ATTENTION in model.language_model.layers.2.self_attn is off by" in found.sentence
+    assert found.sentence.endswith("all before it holds: locate walks the layers and keeps a call that is wrong")
 
 
 def test_a_prompt_of_a_failing_length_is_measured_by_math(plant: Callable[[str], None]) -> None:
@@ -92,6 +93,24 @@ def test_a_prompt_of_a_failing_length_is_measured_by_math(plant: Callable[[str],
     logits = item(found, invariants.LOGITS)
     assert [each.point.total for each in logits.findings] == [FAILING, FAILING + 32]
     assert "the unpadded run is wrong too" in logits.findings[0].how
+
+
+@pytest.mark.slow
+def test_logits_beyond_noise_hold_where_every_call_and_layer_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "HALF_MARGIN", 0.0)  # as if rounding moved nothing
+    found = check(small(torch.bfloat16, images=0), (6,), batches=())
+    assert statuses(found)[invariants.LOGITS] is Status.HOLDS
+    assert any("every SDPA call and every layer is right by itself" in note for note in found.notes)
+
+
+def test_a_wrong_call_is_told_although_the_logits_stay_within_noise(
+    plant: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "HALF_MARGIN", 1e9)  # as if rounding moved anything by anything
+    plant("pytorch_191937")
+    found = check(small(torch.bfloat16), batches=())
+    assert [each.point.total for each in item(found, invariants.LOGITS).findings] == [FAILING]
+    assert "FLASH_ATTENTION in model.language_model.layers.2.self_attn" in found.sentence
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -147,6 +166,22 @@ def test_padding_on_the_right_has_no_greedy_output() -> None:
     found = check(right, (6,), batches=())
     assert statuses(found)[invariants.GREEDY] is Status.NOT_APPLICABLE
     assert not found.broken, found.sentence
+
+
+def test_where_nothing_can_be_padded_it_says_so() -> None:
+    prefill = full()
+    found = check(prefill, tuple(around_tiles(prefill)))
+    assert found.exit_status == 0
+    assert found.sentence.endswith("nothing was padded: the invariants of padding were not tried")
+
+
+def test_without_positions_for_an_answer_the_rest_is_checked() -> None:
+    prefill = lengthened(full(), LENGTH - 1)
+    assert prefill is not None
+    found = check(prefill, (1,), batches=())
+    assert statuses(found)[invariants.GREEDY] is Status.NOT_APPLICABLE
+    assert "positions for 58 tokens" in item(found, invariants.GREEDY).reason
+    assert statuses(found)[invariants.LOGITS] is Status.HOLDS
 
 
 def test_default_lengths_lie_around_multiples_of_32_and_fit_the_model(tmp_path: Path) -> None:
