@@ -112,7 +112,7 @@ def start_over(folder: Path) -> list[str]:
     for name in OWN:
         path = folder / name
         if name in PUBLISHED and path.is_file() and written.get(name) not in (None, file_hash(path)):
-            kept = path.with_name(f"{path.stem}.edited{path.suffix}")
+            kept = _free(path.with_name(f"{path.stem}.edited{path.suffix}"))
             os.replace(path, kept)
             said.append(f"{name} was edited: kept as {kept.name}")
         path.unlink(missing_ok=True)
@@ -121,6 +121,15 @@ def start_over(folder: Path) -> list[str]:
         if record.name != RUN:
             record.unlink(missing_ok=True)
     return said
+
+
+def _free(path: Path) -> Path:
+    """The path, or with `-2`, … in its name where something is there."""
+    number, found = 1, path
+    while os.path.lexists(found):
+        number += 1
+        found = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return found
 
 
 def clear_dumps(folder: Path) -> None:

@@ -80,7 +80,8 @@ class Stages:
 
         depends: plain data; what this stage depends on besides the common key. wrote: the files that belong to the
         result; it is not reused when one of them is missing, or a dump among them has changed. keep: whether the
-        result may be used again (one that was cut short may not). Raises what `work` raises.
+        result may be used again (one that was cut short may not). Raises what `work` raises; that a result cannot be
+        kept is said, no more.
         """
         key = key_of([self._key, name, depends])
         self.log(f"{name}: begins")
@@ -96,7 +97,10 @@ class Stages:
         result = work()
         seconds = time.monotonic() - began
         if keep(result):
-            self._keep(name, key, seconds, result, wrote(result))
+            try:
+                self._keep(name, key, seconds, result, wrote(result))
+            except InputError as error:  # a full disk: what was found is told all the same
+                self.say(f"{name}: a later start has to do it again: {error}")
         self.done.append(Done(name, seconds, False))
         self.log(f"{name}: ended after {seconds:.1f} s: {words(result)}")
         self._watch.end(name, words(result))

@@ -36,8 +36,11 @@ def failure(output: str, version: str, python: str, folder: str) -> str:
     if _FULL.search(output):
         return f"the disk is full: an environment takes 1 to 8 GB in {folder}"
     constraint = _CONSTRAINT.search(output)
+    allowed = f"pip's configuration here allows ({one_line(constraint[1], 60)})" if constraint else ""
+    if constraint and _LAST_TRY.search(output):  # pip blames the constraint, whatever it says, when it found nothing
+        return f"the package index was not reached, and no torch {version} is at hand that {allowed}"
     if constraint:
-        return f"no torch {version} that pip's configuration here allows ({one_line(constraint[1], 60)})"
+        return f"no torch {version} that {allowed}"
     found = [name.strip() for match in _FOUND.findall(output) for name in match.split(",")]
     known = [name for name in found if name and name != "none"]
     if _OFFLINE.search(output) and (not known or _LAST_TRY.search(output)):

@@ -19,7 +19,7 @@ from sdpa_repro.publishing import wording
 from sdpa_repro.publishing.limit import errors_in, fitted_limit, rounding_limit
 from sdpa_repro.publishing.running import ScriptRun, run_script
 from sdpa_repro.publishing.script import script
-from sdpa_repro.publishing.story import KINDS, Story, switches
+from sdpa_repro.publishing.story import FAILURE, Story, switches
 from sdpa_repro.publishing.tensor_lines import WORDS
 from sdpa_repro.recipe import Recipe, build, from_document
 
@@ -82,20 +82,24 @@ def story_of(
     *,
     device: str,
     inline: bool = False,
+    runs: int = 1,
+    searched: bool = True,
 ) -> Story:
     """The story of `backend` failing on the dump's call, from a replay of it and what `explain` found (or nothing).
 
-    inline: whether values without a closed form may be written out.
+    inline, runs, searched: as in `Story`.
     """
     cells = [wording.mapping(cell) for cell in replayed.get("cells") or ()]
     mine = [cell for cell in cells if cell.get("backend") == backend and cell.get("dtype") == replayed.get("dtype")]
     status = str(mine[0].get("status")) if mine else "diverges"
     plain = Story(
         backend=backend,
-        status=status if status in KINDS else "diverges",
+        status=status if status in FAILURE else "diverges",
         needs=tuple(wording.needed(explanation, dump.call)),
         remarks=wording.remarks(explanation),
         inline=inline,
+        runs=runs,
+        searched=searched,
         **{**switches(dump.context), "device": device.partition(":")[0]},
     )
     return replace(plain, cause=wording.cause(plain, explanation, replayed))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 from sdpa_repro.publishing import heat as scale
 from sdpa_repro.publishing.heat import BadRows, Heat
 from sdpa_repro.publishing.html import bytes_of
-from sdpa_repro.publishing.length_strip import Strip
+from sdpa_repro.publishing.length_strip import Strip, moduli
 from sdpa_repro.publishing.section import Section
 from sdpa_repro.visibility import ranges, ranges_text
 
@@ -21,8 +20,6 @@ CELL, LEFT, TOP = 14, 52, 20
 
 MARKED_RESIDUES = 4
 """Failing residues whose columns are labelled; of more, none is."""
-
-_MODULUS = re.compile(r"% (\d+)")
 
 
 def heat_view(section: Section) -> dict[str, Any]:
@@ -53,8 +50,7 @@ def heat_view(section: Section) -> dict[str, Any]:
 def _tile(section: Section) -> int:
     """The tile size to begin with: that of the length rule, else none."""
     rule = section.explanation.length_rule
-    found = [int(text) for text in _MODULUS.findall((rule.rule if rule else None) or "")]
-    return next((size for size in found if size in TILES), 0)
+    return next((size for size in moduli(rule.rule if rule else None) if size in TILES), 0)
 
 
 def heat_words(heat: Heat) -> str:
@@ -165,6 +161,7 @@ def strip_view(strip: Strip) -> dict[str, Any]:
         ],
         "bands": [{"x": LEFT + column * CELL, "height": len(strip.lines) * CELL} for column in few],
         "left_out": strip.left_out,
+        "failing_out": strip.failing_out,
         "size": CELL - 2,
     }
 

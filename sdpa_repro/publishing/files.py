@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,19 +44,28 @@ def check_writable(folder: Path) -> None:
 
 def write(folder: Path, name: str, content: str | bytes) -> Path:
     """Write a file under its name in the folder, which is created; a link in its place is replaced, not followed."""
-    path = folder / name
-    temporary = folder / f".sdpa-repro-{secrets.token_hex(8)}.tmp"
+    return write_all(folder, {name: content})[name]
+
+
+def write_all(folder: Path, contents: Mapping[str, str | bytes]) -> dict[str, Path]:
+    """Write files that belong together, as `write` does each: where one does not fit on the disk, none is there."""
+    written = {name: folder / f".sdpa-repro-{secrets.token_hex(8)}.tmp" for name in contents}
+    path = folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        data = content.encode("utf-8", "replace") if isinstance(content, str) else content
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        for name, content in contents.items():
+            path = folder / name
+            with written[name].open("xb") as file:
+                file.write(content.encode("utf-8", "replace") if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+        for name, temporary in written.items():
+            path = folder / name
+            os.replace(temporary, path)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}; choose another folder with -o") from error
     finally:
-        with suppress(OSError):
-            temporary.unlink()
-    return path
+        for temporary in written.values():
+            with suppress(OSError):
+                temporary.unlink()
+    return {name: folder / name for name in contents}

@@ -163,7 +163,7 @@ def packed(backend: str, ratio: Tensor, max_abs: Tensor, *, live: Tensor, decide
         heads=heads,
         rows=rows,
         step=step,
-        codes=_worst_of(codes, step),
+        codes=worst_of(codes, step),
         planes=planes,
         bad=bad,
         left_out=left_out,
@@ -182,7 +182,7 @@ def encoded(ratio: Tensor) -> Tensor:
     return codes
 
 
-def _worst_of(codes: Tensor, step: int) -> Tensor:
+def worst_of(codes: Tensor, step: int) -> Tensor:
     """Each column the largest of `step` neighbours; a wrong row is never lost."""
     if step == 1:
         return codes

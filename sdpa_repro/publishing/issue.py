@@ -18,6 +18,7 @@ from sdpa_repro.publishing import scope, wording
 from sdpa_repro.publishing.escaping import block, code, one_line, prose
 from sdpa_repro.publishing.limit import errors_in
 from sdpa_repro.publishing.running import ScriptRun
+from sdpa_repro.publishing.script import odd_rows
 from sdpa_repro.publishing.story import Story
 from sdpa_repro.publishing.versions import columns, markdown, table
 from sdpa_repro.replaying.reference import reference
@@ -149,7 +150,7 @@ def fields(report: Report) -> dict[str, Any]:
         "made_with": f"Written by {code(report.command)} from a captured call." if report.command else "",
         "assistance": (
             "To be completed before posting: which parts AI tools wrote or ran, what you ran and checked yourself, "
-            "and that you answer for this report."
+            "and that you answer for this report." + _asked_for(report)
         ),
         "machine": block(report.machine)
         if report.machine
@@ -161,7 +162,7 @@ def _rows(report: Report) -> list[tuple[str, str]]:
     """The table of conditions: what is needed and what is not, which lengths, what comes out, where."""
     explained, cell = report.explanation, guilty_cell(report.replay, report.story)
     found = [
-        ("needed", _listed(wording.needed(explained, report.call))),
+        ("needed", _listed(wording.needed(explained, report.call)) or _none_needed(explained)),
         ("not needed", _listed(wording.not_needed(explained, report.reduction))),
         ("not tested", _listed(wording.not_tested(explained))),
         ("length rule", scope.length_scope(report.call, explained, report.captured, report.captured_explanation)),
@@ -170,6 +171,26 @@ def _rows(report: Report) -> list[tuple[str, str]]:
         ("wrong rows", wording.wrong_rows(cell, report.call.query.shape[-2], report.call.query.shape[-3])),
     ]
     return [(name, text) for name, text in found if text]
+
+
+def _asked_for(report: Report) -> str:
+    """What maintainers ask for that takes a run of its own."""
+    story = report.story
+    outside = wording.mapping(report.explanation.get("poison")).get("reads_outside") is True
+    wanted = []
+    if story.backend == "CUDNN_ATTENTION":
+        log = "CUDNN_LOGLEVEL_DBG=3 CUDNN_LOGDEST_DBG=be.log CUDNN_FRONTEND_LOG_INFO=1 python repro.py"
+        wanted.append(f"the log of {code(log)}")
+    if story.device == "cuda" and (story.ends_process or outside):
+        wanted.append(f"what {code('compute-sanitizer python repro.py')} prints")
+    return f" Attach {' and '.join(wanted)}." if wanted else ""
+
+
+def _none_needed(explained: Mapping[str, Any]) -> str:
+    """That each thing that was changed left the failure as it was; "" where nothing was tried."""
+    return (
+        "nothing that was tried: it fails without each of these" if wording.texts(explained.get("not_needed")) else ""
+    )
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -198,22 +219,26 @@ def why(report: Report) -> str:
     )
     errors = errors_in(report.run.output) if report.run else {}
     wrong = errors.get(story.backend)
-    close = {name: error for name, error in errors.items() if name != "default" and _within(error, story.limit)}
+    others = {name: error for name, error in errors.items() if name not in ("default", story.backend)}
+    close = {name: error for name, error in others.items() if _within(error, story.limit)}
     if close:
         most = max(close.values())
         agree = "agrees" if len(close) == 1 else "agree"
         text += f" {_and(list(close))} {agree} with it (largest error {most:.3g})"
-        if wrong is not None and not _within(wrong, story.limit):
-            text += f"; {story.backend} {_off(wrong)}"
-        text += "."
-    elif wrong is not None:
-        text += f" {story.backend} {_off(wrong)}."
+    failed = "raises an error" if story.status == "error" else "" if wrong is None else _off(wrong, report)
+    text += f"{';' if close else ''} {story.backend} {failed}" if failed else ""
+    text += "." if close or failed else ""
     worst = scope.worst_element(report.call, report.result, wrong)
     return text + (f" The worst of its output is {worst}." if worst else "")
 
 
-def _off(error: float) -> str:
-    return f"is off by {error:.3g}" if math.isfinite(error) else "gives NaN or infinity there"
+def _off(error: float, report: Report) -> str:
+    if _within(error, report.story.limit):
+        return f"was right in this run (largest error {error:.3g})"
+    if math.isfinite(error):
+        return f"is off by {error:.3g}"
+    there = odd_rows(report.call, reference(report.call))
+    return "has NaN or infinity in other places" if there else "gives NaN or infinity there"
 
 
 def _within(error: float, limit: float | None) -> bool:
@@ -269,14 +294,14 @@ def _about_values(call: AttentionCall) -> str:
 
 def _note(report: Report) -> str:
     """Why values are not in closed form, when they are not."""
+    names = report.stored or report.inline
+    if not names:
+        return ""
+    why = "No closed form of {} was found with which it still fails" if report.story.searched else "{} as captured"
+    how = "the script holds the values as integers."
     if report.stored:
-        return (
-            f"No closed form of {_and(report.stored)} was found with which it still fails, so the script reads the "
-            f"values from {code(report.story.file)} with `weights_only=True`. They are the captured ones."
-        )
-    if report.inline:
-        return f"No closed form of {_and(report.inline)} still fails: the script holds the values as integers."
-    return ""
+        how = f"the script reads the values from {code(report.story.file)} with `weights_only=True`."
+    return f"{why.format(_and(names))}: {how}"
 
 
 def _expected(report: Report) -> str:
@@ -285,7 +310,10 @@ def _expected(report: Report) -> str:
         return "every backend returns, or declines with a reason."
     reason = f" ({prose(story.limit_reason)})" if story.limit_reason else ""
     limit = f"at most {story.limit:.3g}{reason}" if story.limit is not None else "rounding"
-    return f"every backend within {dtype_name(report.call.query.dtype)} rounding of float64; here {limit}."
+    if story.status == "error":
+        return f"{story.backend} returns, or declines before it begins; other backends take this call."
+    dtype = story.autocast or dtype_name(report.call.query.dtype)
+    return f"every backend within {dtype} rounding of float64; here {limit}."
 
 
 def _preloaded(report: Report) -> str:
@@ -314,6 +342,7 @@ def found_in(origin: Mapping[str, Any], environment: Mapping[str, Any], captured
         module = code(origin.get("module") or "", longest=100)
         words.append(f"module {module}" if module else "")
         padding = origin.get("padding")
+        padding = padding.get("tokens") if isinstance(padding, Mapping) else padding
         words.append(f"{padding} tokens of padding" if type(padding) is int and padding > 0 else "")
     text = ", ".join(filter(None, words))
     recorded, gpu = environment.get("torch"), environment.get("gpu")

@@ -32,7 +32,7 @@ class Line:
 class Strip:
     """One sweep as lines of `period` lengths. variable: "L" or "S". residues: columns that hold a failing length.
 
-    origin: the failing call's own length. left_out: lines not drawn.
+    origin: the failing call's own length. left_out: lines not drawn, `failing_out` of them with a failing length.
     """
 
     words: str
@@ -42,6 +42,7 @@ class Strip:
     origin: int
     residues: tuple[int, ...]
     left_out: int = 0
+    failing_out: int = 0
 
     @property
     def label(self) -> str:
@@ -57,10 +58,14 @@ def strips(rule: LengthRule | None) -> list[Strip]:
     return [strip(sweep, rule) for sweep in sorted(told, key=lambda sweep: not sweep.decides)]
 
 
+def moduli(rule: str | None) -> list[int]:
+    """The numbers that a rule takes remainders by, in its order."""
+    return [int(text) for text in _MODULUS.findall(rule or "")]
+
+
 def period_of(rule: str | None) -> int:
     """Columns for a rule: its largest modulus, doubled until it is wide enough; `USUAL_PERIOD` without one."""
-    found = [int(text) for text in _MODULUS.findall(rule or "")]
-    fitting = [modulus for modulus in found if 2 <= modulus <= 4 * WIDE]
+    fitting = [modulus for modulus in moduli(rule) if 2 <= modulus <= 4 * WIDE]
     if not fitting:
         return USUAL_PERIOD
     period = max(fitting)
@@ -83,6 +88,7 @@ def strip(sweep: Sweep, rule: LengthRule) -> Strip:
         origin=sweep.axis.origin,
         residues=_sorted({number % period for number in sweep.fails}),
         left_out=len(lines) - len(wanted),
+        failing_out=sum(bool(fails) for line, (fails, _, _) in lines.items() if line not in wanted),
     )
 
 

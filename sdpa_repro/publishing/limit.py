@@ -9,13 +9,14 @@ from collections.abc import Collection, Mapping
 import torch
 
 from sdpa_repro.attention import AttentionCall, viewed_once
+from sdpa_repro.publishing.story import BACKENDS
 from sdpa_repro.replaying.verdict import unit_roundoff
 from sdpa_repro.switches import dtype_name
 
 FACTOR = 2.0
 """The limit over the rounding of the largest value: an output is an average of values, rounded once."""
 
-_ERROR = re.compile(r"^(default|[A-Z_]+) +([-+.\de]+|nan|inf)(  wrong in query rows .*)?$", re.MULTILINE)
+_ERROR = re.compile(rf"^({'|'.join(BACKENDS)}) +([-+.\de]+|nan|inf)(  wrong in query rows .*)?$", re.MULTILINE)
 
 
 def rounding_limit(call: AttentionCall, autocast: str | None = None) -> tuple[float, str]:

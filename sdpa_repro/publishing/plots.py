@@ -6,8 +6,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sdpa_repro.errors import InputError
 from sdpa_repro.publishing import files
 from sdpa_repro.publishing import heat as scale
@@ -19,6 +17,9 @@ from sdpa_repro.publishing.section import Section
 COLD = ("#eff4f8", "#cbdde9", "#86aeca")
 HOT = ("#f4ad48", "#e2651f", "#b3132f", "#4d0b2d")
 NAN, INK, SOFT, PASS, FAIL, SHOWN = "#b000b8", "#1a1e23", "#59626c", "#b9b6ad", "#e2651f", "#33526b"
+COLUMNS = 4096
+"""Columns of the heat map at most."""
+
 DECADES = (-2.0, 3.0)
 """Powers of ten of the threshold that the colours span: blue up to 1, orange to dark beyond."""
 
@@ -35,6 +36,7 @@ def check_picture(path: Path, *, force: bool) -> None:
         raise InputError(f"--png {str(path)[:200]!r}: give a name that ends in .png")
     if path.is_dir():
         raise InputError(f"{path} is a folder: give a file name for --png")
+    files.check_writable(path.parent)
     if path.exists() and not force and path.read_bytes()[: len(PNG)] != PNG:
         raise InputError(f"{path} exists and is no PNG picture: give --force to replace it, or another name")
 
@@ -96,7 +98,7 @@ def _heat(figure: Any, axes: Any, section: Section) -> None:
     stops = [(index * share / 2, shade) for index, shade in enumerate(COLD)]
     stops += [(share + index * (1 - share) / 3, shade) for index, shade in enumerate(HOT)]
     colours = LinearSegmentedColormap.from_list("error", stops).with_extremes(bad=(1, 1, 1, 0), over=NAN)
-    codes = heat.codes.double()
+    codes = scale.worst_of(heat.codes, -(-heat.codes.shape[1] // COLUMNS)).double()
     powers = ((codes - scale.LIMIT) / scale.PER_DECADE).clamp(*DECADES)
     powers[codes == scale.NONFINITE] = DECADES[1] + 1
     powers[codes <= scale.UNDECIDED] = float("nan")
@@ -104,7 +106,7 @@ def _heat(figure: Any, axes: Any, section: Section) -> None:
     axes.set_facecolor("white")
     axes.patch.set(hatch="////", edgecolor=PASS)
     drawn = axes.imshow(
-        _bounded(powers).numpy(),
+        powers.numpy(),
         aspect="auto",
         interpolation="nearest",
         cmap=colours,
@@ -119,17 +121,6 @@ def _heat(figure: Any, axes: Any, section: Section) -> None:
     axes.set_title(_literal(heat_words(heat)), loc="left", fontsize=9, color=SOFT, pad=14)
     axes.set_xlabel("query row", color=SOFT)
     axes.set_ylabel("head" if heat.batches == 1 else "batch · heads + head", color=SOFT)
-
-
-def _bounded(values: torch.Tensor, columns: int = 4096) -> torch.Tensor:
-    """At most so many columns, each the worst of its stretch."""
-    step = -(-values.shape[1] // columns)
-    if step == 1:
-        return values
-    worst = values.nan_to_num(nan=-9.0)
-    rest = -values.shape[1] % step
-    worst = torch.nn.functional.pad(worst, (0, rest), value=-9.0).view(len(values), -1, step).amax(-1)
-    return torch.where(worst == -9.0, float("nan"), worst)
 
 
 def _mask(axes: Any, section: Section) -> None:

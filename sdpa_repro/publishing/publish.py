@@ -28,10 +28,13 @@ from sdpa_repro.reducing.dump_reducer import reduce_dump
 from sdpa_repro.replaying.backends import Backend
 from sdpa_repro.replaying.interrupts import interrupts
 from sdpa_repro.replaying.replay import Replay, replay
-from sdpa_repro.replaying.verdict import Verdict
+from sdpa_repro.replaying.verdict import Status, Verdict
 from sdpa_repro.replaying.worker import Worker
 
 MANY_RUNS, FEW_RUNS = 20, 3
+HANGS_AFTER, TIMEOUT_SECONDS = 30.0, 120.0
+"""Seconds for a kernel that did not return before, and for any other."""
+
 SMALL = 1 << 20
 """Elements of all tensors up to which a call is run `MANY_RUNS` times to see whether it is deterministic."""
 
@@ -66,7 +69,7 @@ def publish(
     results: files that `versions` wrote, about this dump or about the script that is written here. replayed, reduction:
     a replay of the captured dtype, and the document of a `reduce_dump`, that were already made. worker: one with the
     preloads to replay in, left running. captured: the document of an `explain` of the dump itself; `explanation` is
-    about the call that is published, the reduced one.
+    about the call that is published, the reduced one (where none is, `captured` is about that, too).
     Nothing is written when no backend fails, and `exit_status` is that of the verdict; else 1 when the script fails
     as it should, 3 when it does not. Raises InputError for bad input, for files that would be overwritten without
     `force`, for a bad template.
@@ -144,6 +147,8 @@ class _Case:
     reduction: Mapping[str, Any] = field(default_factory=dict)
     explanation: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    runs: int = 1
+    """How often the script runs each backend: more than once where it does not fail every time."""
 
 
 def _reduced(options: _Options, seen: Replay, scratch: Path, reduction: Mapping[str, Any] | None) -> _Case:
@@ -175,20 +180,28 @@ def _reduced(options: _Options, seen: Replay, scratch: Path, reduction: Mapping[
 def _explained(options: _Options, case: _Case, explanation: Mapping[str, Any] | None) -> _Case:
     """The case with a replay of its own call in many runs, and an explanation."""
     elements = sum(tensor.numel() for tensor in load(case.path).call.tensors.values())
-    runs = MANY_RUNS if elements <= SMALL else FEW_RUNS
-    options.say(f"replaying the {'reduced' if case.reduction else 'captured'} call {runs} times")
+    before = {cell.status for cell in case.replay.cells if case.backend in (cell.backend, cell.kernel)}
+    runs = 1 if before & {Status.CRASHED, Status.TIMEOUT} else MANY_RUNS if elements <= SMALL else FEW_RUNS
+    times = "once" if runs == 1 else f"{runs} times"
+    options.say(f"replaying the {'reduced' if case.reduction else 'captured'} call {times}")
     again = replay(
         case.path,
         device=options.device,
         dtypes=("captured",),
         runs=runs,
+        timeout=HANGS_AFTER if Status.TIMEOUT in before else TIMEOUT_SECONDS,
         preload=options.preload,
         worker=options.worker,
     )
     if case.backend in again.guilty or case.backend == Backend.DEFAULT.value:
-        case = replace(case, replay=again)
+        flaky = any(
+            cell.status is Status.UNSTABLE and case.backend in (cell.backend, cell.kernel) for cell in again.cells
+        )
+        case = replace(case, replay=again, runs=runs if flaky else 1)
     else:
-        case = replace(case, notes=(*case.notes, f"{case.backend} did not fail again in {runs} more runs"))
+        case = replace(case, notes=(*case.notes, f"{case.backend} did not fail again in {runs} more runs"), runs=runs)
+    if explanation is None and options.explain and not case.reduction:
+        explanation = options.captured or None
     if explanation is not None or not options.explain:
         return replace(case, explanation=explanation or {})
     found = explain(
@@ -208,7 +221,16 @@ def _written(options: _Options, case: _Case) -> Published:
     recipes = recipes_of(dump)
     values = options.include_values or is_synthetic(original.origin)
     replayed = case.replay.document()
-    story = story_of(dump, case.backend, replayed, case.explanation, device=options.device, inline=values)
+    story = story_of(
+        dump,
+        case.backend,
+        replayed,
+        case.explanation,
+        device=options.device,
+        inline=values,
+        runs=case.runs,
+        searched=bool(case.reduction),
+    )
     tensors = tensor_lines(dump.call, recipes, inline=story.inline, file=story.file)
     beside = {story.file: case.path} if tensors.stored else {}
     options.say("running repro.py in a fresh process")
@@ -238,13 +260,14 @@ def _written(options: _Options, case: _Case) -> Published:
     )
     contents: dict[str, str | bytes] = {files.SCRIPT: made.text, files.ISSUE: issue(report, options.template)}
     notes = (*case.notes, *left_out)
-    if options.test and made.story.ends_process:
-        notes = (*notes, f"no {files.TEST}: a backend that ends the process would end the test run")
-    elif options.test:
-        contents[files.TEST] = unit_test(dump.call, recipes, made.story)
+    if options.test:
+        try:
+            contents[files.TEST] = unit_test(dump.call, recipes, made.story)
+        except InputError as error:
+            notes = (*notes, f"no {files.TEST}: {error}")
     if case.reduction or tensors.stored:
         contents[files.DUMP] = case.path.read_bytes()
-    paths = {name: files.write(options.folder, name, content) for name, content in contents.items()}
+    paths = files.write_all(options.folder, contents)
     return Published(
         sentence=_sentence(made),
         exit_status=1 if made.run.fails else 3,

@@ -144,7 +144,7 @@ def _section(path: Path, options: _Options) -> Section:
                 preload=preload,
                 device=found.replay.device,
                 budget=options.budget,
-                explanation=found.document(),
+                captured=found.document(),
                 progress=say,
             )
         except InputError as error:

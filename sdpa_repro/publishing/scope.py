@@ -84,7 +84,9 @@ def lengths(explained: Mapping[str, Any]) -> tuple[str, list[str]]:
     if len(words) <= 2 or sum(map(len, words)) <= LONG:
         return "; ".join(prose(text) for text in words), []
     near = [text for text in words if text.startswith(("nearest passing: ", "incomplete: "))]
-    counted = _counts(rule) or prose(words[0])
+    counted = _counts(rule)
+    if not counted:
+        counted, near, words = prose(words[0]), [text for text in near if text != words[0]], words[1:]
     return "; ".join([counted, *map(prose, near)]), [prose(text) for text in words if text not in near]
 
 

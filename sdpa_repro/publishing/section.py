@@ -91,13 +91,14 @@ def with_script(plain: Section, published: Published) -> Section:
     if published.script is None:
         return plain
     run = published.run
+    smaller = ("the script is about the smallest call found that still fails, the page about the one it came from",)
     return replace(
         plain,
         script=published.script.read_text(encoding="utf-8"),
         script_run="" if run is None else f"{run.ending()}, {run.seconds:.0f} s, {run.where}",
         script_fails=None if run is None else run.fails,
         closed=published.dump is None or published.closed,
-        notes=(*plain.notes, *published.notes),
+        notes=(*plain.notes, *(smaller if published.reduction else ()), *published.notes),
     )
 
 

@@ -23,6 +23,7 @@ from sdpa_repro.dump import Dump, load, save, snapshot
 from sdpa_repro.errors import InputError
 from sdpa_repro.explaining.explain import suspect
 from sdpa_repro.publishing.facts import recipes_of
+from sdpa_repro.publishing.files import check_writable
 from sdpa_repro.replaying.jobs import prepared
 from sdpa_repro.replaying.replay import Replay, replay
 from sdpa_repro.replaying.trial import Result, Trial, in_process, isolated, same_failure
@@ -107,13 +108,14 @@ def share(
             else:
                 result = first
         document = _document(dump, call, result, seeded, keep_names)
+        output.parent.mkdir(parents=True, exist_ok=True)
         save(document, output)
         if trial is not None and result is not None and result.fails:
             again = trial(prepared(load(output, seen.device), None))
             if not same_failure(again, result):
                 output.unlink()
                 raise InputError(f"the copy of {path.name} does not fail when read back: share the dump itself")
-    closed = () if seeded else tuple(recipes_of(dump))
+    closed = tuple(recipes_of(dump))
     real = tuple(name for name in VALUES if name not in seeded and name not in closed)
     kept = tuple(document["origin"])
     shown = result is not None and result.fails
@@ -124,6 +126,7 @@ def _check_output(path: Path, output: Path, force: bool) -> None:
     try:
         if output.exists() and (output.is_dir() or not force or output.samefile(path)):
             raise InputError(f"{output} is there already: give another name with -o, or --force to replace it")
+        check_writable(output.parent)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot write {str(output)[:200]!r}: {error}; give another file with -o") from error
 

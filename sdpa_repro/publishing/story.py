@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-KINDS = ("diverges", "nonfinite", "crashed", "timeout")
-"""How a backend fails, as in `replaying.verdict.Status`."""
+FAILURE = {
+    "diverges": "gives a wrong result",
+    "nonfinite": "gives NaN or infinity where the definition gives neither, or the reverse",
+    "crashed": "ends the process",
+    "timeout": "does not return",
+    "error": "raises an error",
+}
+"""How a backend fails (a status of `replaying.verdict.Status`), and that in words."""
 
 BACKENDS = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "OVERRIDEABLE", "default")
 
@@ -21,6 +27,8 @@ class Story:
     remarks: a comment by argument, for the line whose layout matters. settings: lines that set switches, and
     `autocast`, a dtype's name. inline: whether values without a closed form may be written out. timeout: seconds that
     a backend gets where one crashes or hangs. device: "cpu", "cuda", …. file: the dump that holds values.
+    runs: how often each backend is run; more than once where it does not fail every time. searched: whether closed
+    forms of the values were looked for.
     """
 
     backend: str
@@ -38,6 +46,8 @@ class Story:
     timeout: int = 30
     device: str = "cpu"
     file: str = "call.pt"
+    runs: int = 1
+    searched: bool = True
 
     @property
     def ends_process(self) -> bool:

@@ -167,7 +167,8 @@ def layout_text(tensor: Tensor) -> str:
         back = tuple(order.index(dim) for dim in range(len(order)))
         text += f".permute{tuple(order)}.contiguous().permute{back}"
     if once.shape != tensor.shape:
-        text += f".expand{tuple(tensor.shape)}"
+        one = tensor.dim() > 1 and tensor.shape[0] == 1 and tensor.stride(0) == 0  # as a dimension that expand adds
+        text += f"{'[0]' * one}.expand{tuple(tensor.shape)}"
     return text
 
 

@@ -40,6 +40,7 @@ def check_target(path: Path, *, force: bool = False) -> None:
     """Raise InputError where a file of results cannot go, before any work is done for it."""
     if path.is_dir():
         raise InputError(f"{path} is a folder: give a file with -o")
+    files.check_writable(path.parent)
     if path.exists() and not force and not _is_results(path):
         raise InputError(f"{path} exists and holds no results of versions: give another file with -o")
 

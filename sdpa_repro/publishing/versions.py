@@ -11,9 +11,13 @@ from typing import Any
 from sdpa_repro.environment import software, without_home
 from sdpa_repro.publishing.escaping import prose
 from sdpa_repro.publishing.running import ScriptRun
+from sdpa_repro.publishing.story import BACKENDS
 
 SECONDS = 90
-_RESULT = re.compile(r"^(default|[A-Z_]+) +(\S.*)$", re.MULTILINE)
+_RESULT = re.compile(rf"^({'|'.join(BACKENDS)}) +(\S.*)$", re.MULTILINE)
+
+_DEAD = ("declined: CUDA error", "declined: HIP error")
+"""What a script says where the kernel ran and the process can compute nothing after it."""
 
 
 def collect_env(timeout: float = SECONDS) -> str:
@@ -35,14 +39,16 @@ def plain_versions() -> str:
 
 
 def results_in(output: str) -> dict[str, str]:
-    """What a script's run says of each backend: "ok", "wrong", "declined", "crashed" or "no answer"."""
+    """What a script's run says of each backend: "ok", "wrong", "declined", "error", "crashed" or "no answer"."""
     found = {}
     for match in _RESULT.finditer(output):
         words = match[2]
-        if words.startswith("declined: CUDA error"):  # the kernel ran, and the process can compute nothing after it
+        if words.startswith(_DEAD):
             found[match[1]] = "crashed"
         elif words.startswith("declined"):
             found[match[1]] = "declined"
+        elif words.startswith("raised"):
+            found[match[1]] = "error"
         elif words.startswith("timed out"):
             found[match[1]] = "no answer"
         elif words.startswith(("died with", "returned non-zero")):

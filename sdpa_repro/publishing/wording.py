@@ -12,15 +12,8 @@ from typing import Any
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.explaining.factors import FACTORS
 from sdpa_repro.publishing.escaping import code, one_line, prose
-from sdpa_repro.publishing.story import Story
+from sdpa_repro.publishing.story import FAILURE, Story
 from sdpa_repro.switches import dtype_name
-
-FAILURE = {
-    "diverges": "gives a wrong result",
-    "nonfinite": "gives NaN or infinity where the result is finite",
-    "crashed": "ends the process",
-    "timeout": "does not return",
-}
 
 LABELS = {
     "diverges": "module: correctness (silent)",
@@ -47,6 +40,10 @@ SPARED = {
 REDUCED = {"B": "batch", "H": "number of heads", "E": "head_dim", "values": "particular values", "dtype": "dtype"}
 """Rows of a reduction's table that the factors of `explain` may lack, in words."""
 
+WRITTEN_OUT = "matmul, softmax, matmul written out (transformers' eager)"
+"""PyTorch people mean something else by eager."""
+
+_EAGER = re.compile(r"\beager\b")
 _ISSUE = re.compile(r"^(?:ROCm/)?pytorch#\d+$")
 _DENSE = re.compile(r"^((?:query|key|value)(?:, (?:query|key|value))*) = .*\.contiguous\(\)$")
 _LENGTHS = ("length_L", "length_S")
@@ -63,15 +60,16 @@ def cause(story: Story, explanation: Mapping[str, Any], replay: Mapping[str, Any
             said = f"{story.backend}: {what}" if what else f"{story.backend} {FAILURE[story.status]}"
             said += f", when {rule}" if rule else ""
     text = one_line(said, 400).partition("; known: ")[0].partition("; possibly ")[0]
-    return re.sub(r" \(with [^()]* preloaded\)$", "", text).rstrip(".") + "."
+    text = re.sub(r" \(with [^()]* preloaded\)$", "", text).rstrip(".")
+    return text + (", but not in every run." if story.runs > 1 and "runs" not in text else ".")
 
 
 def title(story: Story, sentence: str, needs: Sequence[str], *, emulated: bool) -> str:
     """The issue's title as plain text: where, what, when."""
     where = story.device.upper() + (", with files preloaded" if emulated else "")
-    text = sentence.rstrip(".").removeprefix(story.backend).lstrip(": ")
+    text = sentence.rstrip(".").removeprefix(story.backend)
     text = re.sub(r"\b(row) \(\d+\)", r"\1", text).replace(", when ", " when ")
-    joined = f"SDPA {story.backend} ({where}): {text}"
+    joined = f"SDPA {story.backend} ({where}){'' if text.startswith((':', ' ')) else ': '}{text}"
     layout = next((need for need in needs if "stride 0" in need), None)
     if layout and len(joined) + len(layout) < 170:
         joined += f", with {layout}"
@@ -128,7 +126,8 @@ def computes(explanation: Mapping[str, Any]) -> str:
     """What the kernel computed instead."""
     sentence = mapping(explanation.get("hypothesis")).get("sentence")
     outside = mapping(explanation.get("poison"))
-    words = [prose(sentence) + ", to rounding, in every wrong row"] if sentence else []
+    exact = "" if "NaN" in str(sentence) else ", to rounding, in every wrong row"
+    words = [prose(sentence) + exact] if sentence else []
     if outside.get("reads_outside") is True:
         words.append("it reads memory outside its inputs: " + prose(outside.get("words", "")))
     return "; ".join(words)
@@ -141,6 +140,8 @@ def wrong_rows(cell: Mapping[str, Any], rows: int, heads: int) -> str:
         return ""
     which, where = _indices(bad.get("rows")), _indices(bad.get("heads"))
     text = f"query row{'s' * (which[1] != 1)} {which[0]} of 0…{rows - 1}"
+    if which[1] == rows:
+        text = f"every query row, 0…{rows - 1}," if rows > 1 else "the one query row"
     text += " in every head" if where[1] == heads else f" in head{'s' * (where[1] != 1)} {where[0]} of 0…{heads - 1}"
     return text + "; every other row is within rounding of float64" * (which[1] < rows)
 
@@ -163,7 +164,7 @@ def workarounds(explanation: Mapping[str, Any], note: Callable[[str], str] = lam
     found = [mapping(item) for item in explanation.get("workarounds") or ()]
     found.sort(key=lambda item: item.get("verified") is not True)
     return [
-        f"{prose(item.get('words', ''))}: {code(item.get('line', ''))}"
+        f"{prose(_EAGER.sub(WRITTEN_OUT, str(item.get('words', ''))))}: {code(item.get('line', ''))}"
         + note(str(item.get("line")))
         + ("" if item.get("verified") is True else " (not tried here)")
         for item in found

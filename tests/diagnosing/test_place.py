@@ -80,6 +80,16 @@ def test_starting_over_removes_results_and_keeps_what_was_edited_and_what_is_not
     assert read_run(folder) == Run("a", "command", True)
 
 
+def test_what_was_edited_in_another_run_is_kept_beside_it(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "x", "a")
+    for words in ("first", "second"):
+        (folder / place.STATE / "issue.json").write_text(json.dumps({"files": {"issue.md": "another hash"}}))
+        (folder / "issue.md").write_text(words)
+        start_over(folder)
+    kept = {path.name: path.read_text() for path in folder.glob("issue.*")}
+    assert kept == {"issue.edited.md": "first", "issue.edited-2.md": "second"}
+
+
 def test_a_dump_is_in_the_folder_without_taking_room_and_never_under_a_name_of_ours(tmp_path: Path) -> None:
     folder = begun(tmp_path / "out", "a")
     for name, there in (("x.pt", "x.pt"), ("call.pt", "captured.pt")):

@@ -117,3 +117,11 @@ def test_the_watcher_and_the_log_hear_of_each_stage(folder: Path) -> None:
 def test_a_log_that_cannot_be_written_stops_nothing(folder: Path) -> None:
     (folder / LOG).mkdir()
     assert not run(folder)
+
+
+def test_a_result_that_cannot_be_kept_is_still_a_result(folder: Path) -> None:
+    (folder / STATE / "replay.json").mkdir()
+    told = Told()
+    assert Stages(folder, "key", told).run("replay", 1, str, lambda: "wrong", words=str) == "wrong"
+    assert told.lines[1][1].startswith("replay: a later start has to do it again: cannot write ")
+    assert told.lines[-1] == ("end", "replay", "wrong")

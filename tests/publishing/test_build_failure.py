@@ -42,6 +42,10 @@ UV_FULL = "error: Failed to write to the cache\n  Caused by: No space left on de
         (OFFLINE.replace("none", "2.13.0+cpu"), "the package index was not reached"),
         (FULL, "the disk is full: an environment takes 1 to 8 GB in ~/.cache"),
         (CONSTRAINT, "no torch 2.99.0 that pip's configuration here allows (torch<=2.14.1)"),
+        (
+            "WARNING: Retrying (Retry(total=0, connect=None)) after 'NewConnectionError'\n" + CONSTRAINT,
+            "the package index was not reached, and no torch 2.99.0 is at hand that pip's configuration here allows (",
+        ),
         (UV_NO_VERSION, "no torch 2.99.0 for Python 3.11 on this platform"),
         (UV_OFFLINE, "the package index was not reached: no network, or one that needs --index-url or a proxy"),
         (UV_FULL, "the disk is full: an environment takes 1 to 8 GB in ~/.cache"),

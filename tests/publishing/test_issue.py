@@ -347,6 +347,85 @@ def test_a_malformed_template_is_found_before_any_work_is_done(tmp_path: Path) -
     check_template(None)
 
 
+def test_a_title_without_a_cause_reads_as_a_sentence() -> None:
+    story = Story("MATH", cause="MATH is wrong in query row 0.")
+    assert wording.title(story, story.cause, (), emulated=False) == "SDPA MATH (CPU) is wrong in query row 0"
+
+
+def test_what_fails_whatever_is_changed_says_so() -> None:
+    told = {**EXPLANATION, "needed": [], "length_rule": None}
+    assert "| needed | nothing that was tried: it fails without each of these |" in issue(report(explanation=told))
+
+
+def test_what_fails_now_and_then_says_so_and_does_not_call_the_suspect_right() -> None:
+    story = Story("FLASH_ATTENTION", limit=20.0, runs=20)
+    story = replace(story, cause=wording.cause(story, {}, REPLAY))
+    assert story.cause == "FLASH_ATTENTION is wrong in query row 32 of 2 heads, but not in every run."
+    text = issue(report(story=story))
+    assert "MATH agrees with it (largest error 3.55e-15); FLASH_ATTENTION was right in this run" in text
+
+
+def test_a_backend_that_raises_is_told_as_one() -> None:
+    story = Story("FLASH_ATTENTION", "error", "FLASH_ATTENTION raises x.", limit=0.25)
+    run = ScriptRun(1, OUTPUT.replace("     16  wrong in query rows [32]", "raised: x"), 2.0, "")
+    text = issue(report(story=story, run=run))
+    assert "MATH agrees with it (largest error 3.55e-15); FLASH_ATTENTION raises an error." in text
+    assert "Expected: FLASH_ATTENTION returns, or declines before it begins" in text
+    assert "| 2.13.0+cpu (cpu) | ok | error | error |" in text
+
+
+@pytest.mark.parametrize("padding", [7, {"tokens": 7, "side": "left"}])
+def test_padding_is_told_as_a_capture_records_it(padding: object) -> None:
+    assert "7 tokens of padding" in issue(report(origin={"model": "a/b", "phase": "prefill", "padding": padding}))
+
+
+def test_lengths_are_told_once() -> None:
+    told = {**EXPLANATION, "length_rule": {"rule": None, "words": ["every length tried fails", "x" * 150, "y" * 150]}}
+    assert issue(report(explanation=told)).count("every length tried fails") == 1
+
+
+def test_rounding_is_that_of_the_dtype_that_autocast_computes_in() -> None:
+    text = issue(report(story=Story("MATH", limit=0.1, autocast="float16")))
+    assert "Expected: every backend within float16 rounding" in text
+
+
+def test_the_log_of_a_cudnn_suspect_and_the_sanitizers_of_a_crash_are_asked_for() -> None:
+    assert "`CUDNN_LOGLEVEL_DBG=3 " in issue(report(story=Story("CUDNN_ATTENTION", limit=0.1, device="cuda")))
+    crash = issue(report(story=Story("FLASH_ATTENTION", "crashed", device="cuda")))
+    assert "Attach what `compute-sanitizer python repro.py` prints." in crash
+    assert "Attach" not in issue(report())
+
+
+def test_eager_is_written_out_for_people_who_mean_something_else_by_it() -> None:
+    told = {"workarounds": [{"words": "eager is right on this call", "line": "x", "verified": True}]}
+    assert wording.workarounds(told) == [
+        "matmul, softmax, matmul written out (transformers' eager) is right on this call: `x`"
+    ]
+
+
+def test_rows_are_counted_as_people_do() -> None:
+    def cell(*rows: int) -> dict[str, Any]:
+        return {"bad": {"batches": [0], "heads": [0], "rows": list(rows)}}
+
+    assert wording.wrong_rows(cell(0), 1, 1) == "the one query row in every head"
+    assert wording.wrong_rows(cell(0, 1), 2, 1) == "every query row, 0…1, in every head"
+
+
+def test_nan_is_not_told_to_be_so_to_rounding() -> None:
+    told = {"hypothesis": {"sentence": "the query row is NaN"}}
+    assert wording.computes(told) == "the query row is NaN"
+
+
+def test_lines_of_a_script_that_name_no_backend_are_no_results() -> None:
+    said = versions.results_in("MATH                  0\nWARNING something happened\n")
+    assert said == {"MATH": "ok"}
+
+
+def test_values_that_were_not_searched_for_are_told_to_be_captured() -> None:
+    text = issue(report(stored=("key",), story=Story("MATH", limit=0.1, searched=False)))
+    assert "key as captured: the script reads the values from `call.pt`" in text
+
+
 def test_what_a_kernel_reads_outside_is_said() -> None:
     told = {**EXPLANATION, "poison": {"reads_outside": True, "words": "NaN after key moves the output"}}
     assert "it reads memory outside its inputs: NaN after key moves the output" in wording.computes(told)

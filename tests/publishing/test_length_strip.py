@@ -54,4 +54,11 @@ def test_of_many_lines_those_with_failing_lengths_are_drawn(monkeypatch: pytest.
     sweep = Sweep(Axis("L", 100, 9), (100, 3000), tuple(range(1, 99)), ())
     (strip,) = strips(LengthRule(None, "L", 2, 98, 0, 0, None, None, (sweep,)))
     assert [line.start for line in strip.lines] == [64, 96, 2976]
-    assert strip.left_out == 2
+    assert (strip.left_out, strip.failing_out) == (2, 0)
+
+
+def test_lines_that_are_left_out_with_failing_lengths_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(length_strip, "MOST_LINES", 3)
+    sweep = Sweep(Axis("L", 100, 9), tuple(range(1, 128)), (130,), ())
+    (strip,) = strips(LengthRule(None, "L", 127, 1, 0, 0, None, None, (sweep,)))
+    assert (strip.left_out, strip.failing_out) == (2, 1)

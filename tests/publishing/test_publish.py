@@ -79,6 +79,17 @@ def test_a_failing_dump_becomes_a_script_that_fails_and_an_issue(tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_what_is_known_of_the_captured_call_is_not_worked_out_again_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain, "explain", None)
+    path = closed_dump(tmp_path / "x.pt")
+    told = {"sentence": "FLASH_ATTENTION: known already", "needed": ["attn_mask"]}
+    result = publish(path, tmp_path / "out", preload=[FAULT], reduced=False, captured=told)
+    assert (result.cause, result.explanation) == ("FLASH_ATTENTION: known already.", told)
+
+
+@pytest.mark.slow
 def test_a_healthy_dump_is_nothing_to_report(tmp_path: Path) -> None:
     result = publish(closed_dump(tmp_path / "x.pt"), tmp_path / "out")
     assert result.exit_status == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from sdpa_repro.publishing.limit import errors_in, fitted_limit, rounding_limit
 from sdpa_repro.publishing.script import script
 from sdpa_repro.publishing.story import Story, switches
 from sdpa_repro.publishing.tensor_lines import NAMES, tensor_lines
+from sdpa_repro.publishing.versions import results_in
 from sdpa_repro.recipe import Kind, Recipe
 from tests.calls import make_call
 from tests.definition import attention
@@ -144,7 +146,82 @@ def test_the_guilty_backend_comes_last_where_it_may_end_the_process() -> None:
     order = text[text.index("for name in (") :].splitlines()[0]
     assert order.endswith('"default", "FLASH_ATTENTION"):')
     assert "flush=True" in text
-    assert "timeout=30" in text
+    assert "timeout" not in text
+    assert "timeout=30" in script(call, recipes, Story("FLASH_ATTENTION", "timeout"))
+
+
+def test_a_script_about_a_crash_stays_short() -> None:
+    call, recipes = closed(rows=1, keys=2, mask=None, values=Kind.ZEROS)
+    text = script(
+        call, recipes, Story("FLASH_ATTENTION", "crashed", "FLASH_ATTENTION crashes, when L == 1.", ("L == 1",))
+    )
+    assert len(text.splitlines()) <= 34
+
+
+def kernel_of(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
+    """Every backend of this process does what `change` makes of the right output."""
+    right = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda *words, **names: change(right(*words, **names))
+    )
+
+
+def nan_in_row_2() -> tuple[AttentionCall, dict[str, Recipe], str]:
+    """A call whose query row 2 is NaN by definition, its recipes, and a line for its script that makes it so."""
+    call, recipes = closed(rows=5, keys=5, dtype=torch.float32)
+    query = call.query.clone()
+    query[..., 2, :] = torch.nan
+    return replace(call, query=query), recipes, "query[..., 2, :] = torch.nan"
+
+
+def ran(text: str, more: str = "") -> None:
+    exec(compile(text.replace("\n\nwith torch", f"\n{more}\n\nwith torch"), "repro.py", "exec"), {})
+
+
+def test_rows_that_are_nan_by_definition_accuse_nobody_who_leaves_nan_there() -> None:
+    call, recipes, line = nan_in_row_2()
+    ran(script(call, recipes, Story("MATH")), line)
+
+
+def test_a_number_where_the_definition_has_nan_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, recipes, line = nan_in_row_2()
+    kernel_of(monkeypatch, lambda output: output.nan_to_num(0.0))
+    with pytest.raises(AssertionError, match="wrong result from MATH"):
+        ran(script(call, recipes, Story("MATH", "nonfinite")), line)
+
+
+def test_what_fails_now_and_then_is_run_many_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, recipes = closed(rows=5, keys=5, padding=2)
+    calls: list[int] = []
+
+    def seventh_is_wrong(output: Tensor) -> Tensor:
+        calls.append(1)
+        return output + 100 * (len(calls) == 7)
+
+    kernel_of(monkeypatch, seventh_is_wrong)
+    text = script(call, recipes, Story("MATH", runs=20))
+    assert text.splitlines()[1] == "# It does not fail every time: each backend runs 20 times."
+    with pytest.raises(AssertionError, match=r"^wrong result from MATH$"):
+        ran(text)
+
+
+def test_a_backend_that_raises_fails_the_script_and_one_that_declines_does_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(output: Tensor) -> Tensor:
+        raise RuntimeError("no engine for this")
+
+    call, recipes = closed(rows=5, keys=5)
+    kernel_of(monkeypatch, broken)
+    with pytest.raises(AssertionError, match=r"^error raised by FLASH_ATTENTION, default$"):
+        ran(script(call, recipes, Story("FLASH_ATTENTION", "error")))
+    said = results_in(capsys.readouterr().out)
+    assert (said["MATH"], said["FLASH_ATTENTION"]) == ("declined", "error")
+
+
+def test_a_backend_from_elsewhere_is_run_by_its_name() -> None:
+    call, recipes = closed(rows=5, keys=5)
+    assert 'for name in ("OVERRIDEABLE", "MATH", ' in script(call, recipes, Story("OVERRIDEABLE"))
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
@@ -162,6 +239,7 @@ LAYOUTS = {
     "heads inside": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
     "permuted": lambda t: t.permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2),
     "gaps": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    "as repeat_kv leaves one head": lambda t: t[:1, :1].as_strided((1, *t.shape[1:]), (0, 0, *t.stride()[2:])),
     "all the same": lambda t: t[:1, :1, :1, :1].expand(t.shape),
 }
 
@@ -192,6 +270,14 @@ def test_values_written_out_rebuild_the_tensor_with_its_strides(layout: Any, dty
     )
 
 
+def test_one_head_as_repeat_kv_leaves_it_is_one_line() -> None:
+    call, recipes = closed(rows=5, keys=5, width=3, mask=None)
+    value = LAYOUTS["as repeat_kv leaves one head"](torch.randn(1, 2, 5, 3))
+    del recipes["value"]
+    (last,) = tensor_lines(replace(call, value=value), recipes, file="x.pt").lines[-1:]
+    assert last == 'value = stored["value"]["data"].to(device)[0].expand(1, 2, 5, 3)'
+
+
 def test_infinities_nan_and_negative_zero_survive_being_written_out() -> None:
     call, recipes = closed(rows=2, keys=2, width=2, mask=None)
     odd = (
@@ -213,9 +299,9 @@ def test_captured_values_stay_out_of_a_script_unless_they_may_go_in(tmp_path: Pa
     text = script(call, recipes, story)
     assert "torch.tensor(" not in text
     assert 'torch.load(Path(__file__).with_name("call.pt"), weights_only=True)' in text
-    assert text.startswith(
-        "# MATH gives a wrong result.\n# Reads call.pt (plain tensors): no closed form of key still fails"
-    )
+    second = "# No closed form of key was found that still fails: the values are read from call.pt (plain tensors)."
+    assert text.splitlines()[:2] == ["# MATH gives a wrong result.", second]
+    assert "closed form" not in script(call, recipes, replace(story, searched=False))
     assert "torch.tensor([" in script(call, recipes, replace(story, inline=True))
 
 

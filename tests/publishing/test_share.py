@@ -13,8 +13,10 @@ from sdpa_repro.attention import AttentionCall
 from sdpa_repro.dump import layout_differences, load, save, snapshot
 from sdpa_repro.environment import capture_context
 from sdpa_repro.errors import InputError
+from sdpa_repro.publishing import share as sharing
 from sdpa_repro.publishing.share import share, with_seeded
 from sdpa_repro.recipe import to_document
+from sdpa_repro.replaying.trial import Result, Trial
 from tests.calls import make_call
 from tests.faults import emulation
 from tests.publishing.calls import FAULTS, tail
@@ -115,6 +117,33 @@ def test_the_dump_itself_is_never_overwritten(tmp_path: Path) -> None:
             share(path, path, force=force)
 
 
+def test_a_place_where_nothing_can_be_written_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = dumped(tmp_path / "x.pt", make_call(rows=3, width=8))
+    monkeypatch.setattr(sharing, "replay", None)
+    with pytest.raises(InputError, match=r"x\.pt is no folder; choose another one with -o"):
+        share(path, path / "y.pt")
+
+
+@pytest.mark.slow
+def test_values_in_closed_form_are_not_called_real_where_others_were_seeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def two(
+        call: AttentionCall, trial: Trial, first: Result, *_: object
+    ) -> tuple[AttentionCall, tuple[str, ...], Result]:
+        other = with_seeded(call, ("query", "value"), 0)
+        return other, ("query", "value"), trial(other)
+
+    call, recipes = tail()
+    path = dumped(tmp_path / "x.pt", call, recipe={"key": to_document(recipes["key"])})
+    monkeypatch.setattr(sharing, "_anonymous", two)
+    result = share(path, tmp_path / "new" / "y.pt", preload=[FAULTS / "pytorch_191937.py"])
+    assert (result.seeded, result.real, result.exit_status) == (("query", "value"), (), 0)
+
+
+@pytest.mark.slow
 def test_a_failure_that_is_not_there_without_the_preload_is_not_claimed(tmp_path: Path) -> None:
     call, recipes = tail()
     live = {"ran": "FLASH_ATTENTION", "status": "diverges", "max_abs": 32.0, "note": "secret"}

@@ -127,6 +127,8 @@ def test_only_files_of_results_are_overwritten(tmp_path: Path) -> None:
         check_target(tmp_path / "mine.json")
     with pytest.raises(InputError, match="is a folder"):
         check_target(tmp_path)
+    with pytest.raises(InputError, match=r"mine\.json is no folder"):
+        check_target(tmp_path / "mine.json" / "r.json")
 
 
 def test_a_gpu_is_told_with_driver_and_cudnn() -> None:

@@ -60,6 +60,7 @@ def run(output: str, status: int | None) -> ScriptRun:
         ("", 3, Outcome.ERROR, {}),
         ("MATH  declined: no\n", 0, Outcome.ERROR, {"MATH": "declined"}),
         ("MATH  declined: CUDA error: an illegal memory access\n", 0, Outcome.FAILS, {"MATH": "crashed"}),
+        ("MATH  declined: HIP error: an illegal memory access\n", 0, Outcome.FAILS, {"MATH": "crashed"}),
         ("", 0, Outcome.PASSES, {}),
     ],
 )
