@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as wrong:
         return _fail(str(wrong), BAD_INPUT)
     except (KeyboardInterrupt, click.Abort) as stop:
-        return _fail(f"interrupted; {str(stop) or 'results so far are kept'}", INTERRUPTED)
+        return _fail("interrupted" + (f"; {stop}" if str(stop) else ""), INTERRUPTED)
     except BrokenPipeError:
         return _closed_pipe()
     except ModuleNotFoundError as missing:

@@ -239,7 +239,7 @@ def print_report(report: Report, preload: Sequence[Path] = (), words: Sequence[s
             wrong = report["wrong"] - colours.count("red")
             output.line(f"… and {hidden} more calls, {wrong or 'none'} of them wrong")
         output.line()
-    for line in _remarks(report):
+    for line in remarks(report):
         output.line(output.clean(line))
     _print_dumps(report)
     if report["dumps"]:
@@ -322,7 +322,7 @@ def script_lines(script: Mapping[str, Any]) -> list[str]:
     return lines + [f"not recorded: {each}" for each in script["not_recorded"]]
 
 
-def _remarks(report: Report) -> list[str]:
+def remarks(report: Report) -> list[str]:
     """Calls that could not be looked at, and calls made elsewhere."""
     lines = ["stopped at the first wrong call"] if report["stopped"] else []
     lines += [f"passed through: {count} x {reason}" for reason, count in report["passed"].items()]

@@ -144,7 +144,10 @@ def _diagnose(words: Sequence[str], dump: Path | None, values: dict[str, Any], p
         stages = Stages(folder, key, view)
         for sentence in [*kept, *_resumed(before, same, values)]:
             stages.say(sentence)
-        found = _stages(stages, words, dump, values, pressed, plan, view)
+        try:
+            found = _stages(stages, words, dump, values, pressed, plan, view)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("results so far are kept: the same command goes on there") from None
         text.write_result(found)
         place.write_run(folder, place.Run(subject, key, True))
         with view.pause():

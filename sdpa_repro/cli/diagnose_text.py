@@ -67,7 +67,8 @@ class Found:
         """That of the demo, of a script that failed, of `locate`, of the replay."""
         if self.plan is not None:
             return 0 if self.demo_found else 1
-        if self.replay is None or self.capture_status not in (0, 1):
+        script = self.report["script"] if self.report is not None else None
+        if self.replay is None or self.capture_status not in (0, 1) or (script is not None and script["status"]):
             return self.capture_status
         return self.located.exit_status if self.located is not None else self.replay.exit_status
 
@@ -91,7 +92,11 @@ class Found:
                 "their spread, and no attention call is wrong"
             )
         if self.stop is Stop.HEALTHY:
-            return "nothing wrong: no script, issue or page written"
+            calls = [] if self.report is None else self.report["calls"]
+            unchecked = " in the calls that were checked" * any(call["status"] == "unchecked" for call in calls)
+            elsewhere = "; sdpa-repro locate --model ID looks at padding, masks and positions"
+            ran = self.report is not None and bool(self.words)
+            return f"nothing wrong{unchecked}: no script, issue or page written" + (elsewhere if ran else "")
         return ""
 
 
@@ -153,6 +158,13 @@ def _print_calls(report: Mapping[str, Any]) -> None:
     rows, colours = capturing.call_rows(dict(report))
     if rows:
         output.table(capturing.HEADERS, rows, styles=colours)
+    _print_remarks(report)
+
+
+def _print_remarks(report: Mapping[str, Any]) -> None:
+    """What was not looked at."""
+    for line in capturing.remarks(dict(report)):
+        output.line(output.clean(line))
 
 
 def print_cause(found: Found) -> None:
@@ -205,7 +217,15 @@ def print_end(found: Found) -> None:
     output.line(f"all of it is in {output.clean(str(found.folder))}")
     if found.plan is not None:
         output.line(demo_line(found))
-    output.next_command(next_command(found))
+    if not _script_was_clean(found):
+        output.next_command(next_command(found))
+
+
+def _script_was_clean(found: Found) -> bool:
+    """Whether no command leads on: which model a script loads, and how, it alone knows."""
+    from sdpa_repro.diagnosing.stopping import Stop
+
+    return found.stop is Stop.HEALTHY and found.report is not None and bool(found.words)
 
 
 def demo_line(found: Found) -> str:
@@ -234,11 +254,9 @@ def next_command(found: Found) -> str:
     if found.stop is Stop.KNOWN_FIXED and replay is not None:
         known = fixed(replay)
         assert known is not None
-        return output.shell("pip", "install", "--upgrade", f"torch>={known.fixed_in}")
+        return output.shell("python", "-m", "pip", "install", "--upgrade", f"torch>={known.fixed_in}")
     if found.located is not None or (found.stop is Stop.HEALTHY and found.report is not None and not found.words):
         return output.shell("sdpa-repro", "locate", *model_words(found.values), *again)
-    if found.stop is Stop.HEALTHY and found.words:
-        return output.shell("sdpa-repro", "locate", "--help")
     if found.explanation is not None and found.explanation.backend is not None:
         return output.shell("sdpa-repro", "issue", found.dump, *again)
     return output.shell("sdpa-repro", "show", found.dump)

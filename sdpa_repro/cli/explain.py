@@ -15,7 +15,8 @@ from sdpa_repro.errors import InputError
 if TYPE_CHECKING:
     from sdpa_repro.explaining.explain import Explanation
 
-INTERRUPTED = 130
+
+BUDGET = 300.0
 
 
 @click.command(
@@ -26,7 +27,7 @@ INTERRUPTED = 130
             0: "the call does not fail here",
             1: "it fails, and was explained as far as possible",
             3: "wrong live but clean here",
-            130: "interrupted; what was known by then is printed",
+            130: "interrupted, or out of time before there was an answer; what was known by then is printed",
         },
         "sdpa-repro explain dumps/L05-self_attn-call5-289x289.pt",
         "torchrun --nproc-per-node 8 -m sdpa_repro explain x.pt    lengths split over 8 GPUs",
@@ -36,7 +37,13 @@ INTERRUPTED = 130
 @click.option("--device", help="Where to run: cpu, cuda, … Default: as for replay.")
 @click.option("--backend", help="Backend to explain.  [default: the one that replay finds wrong]")
 @click.option("--lengths", metavar="A:B", help="Range of L and S to try.  [default: chosen from the failing length]")
-@click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds; what is known then is printed.")
+@click.option(
+    "--budget",
+    default=BUDGET,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds; what is known then is printed. Of long calls a shorter one that fails alike may be explained.",
+)
 @click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(path: Path, lengths: str | None, as_json: bool, **options: Any) -> None:
@@ -56,7 +63,7 @@ def command(path: Path, lengths: str | None, as_json: bool, **options: Any) -> N
         output.document("explain", result.document())
     else:
         _print(result, options["preload"])
-    raise SystemExit(INTERRUPTED if result.interrupted else result.replay.exit_status)
+    raise SystemExit(result.exit_status)
 
 
 def _range(text: str | None) -> tuple[int, int] | None:
@@ -87,9 +94,25 @@ def print_sections(result: Explanation) -> None:
         output.line(title)
         for text in lines:
             output.line(f"  {output.clean(text)}")
-    if not result.complete:
-        output.line()
-        output.line("stopped before the end: parts that are missing were not worked out")
+    output.line()
+    for text in limits(result):
+        output.line(output.clean(text))
+
+
+def limits(result: Explanation) -> list[str]:
+    """What there was no time for, or that cannot be looked into, and what was looked at instead."""
+    from sdpa_repro.replaying.verdict import Status
+
+    said = []
+    raised = [cell for cell in result.replay.cells if cell.status is Status.ERROR]
+    if any(result.backend in (cell.backend, cell.kernel) for cell in raised):
+        said.append("an exception is not explained further")
+    if result.stand_in is not None:
+        rows, keys = result.stand_in
+        said.append(f"explained at L = {rows}, S = {keys}, where it fails in the same way, for want of time")
+    missing = f"left out: {', '.join(result.left_out)}" if result.left_out else ""
+    said += [text for text in ("" if result.complete else "stopped before the end", missing) if text]
+    return said
 
 
 def answer(result: Explanation) -> str:
@@ -126,7 +149,7 @@ def sections(result: Explanation) -> list[tuple[str, list[str]]]:
     if result.conditions and result.conditions.workarounds:
         lines = []
         for help_ in result.conditions.workarounds:
-            lines += [f"{help_.words}{'' if help_.verified else ' (not tried here)'}:", f"    {help_.line}"]
+            lines += [f"{help_.told}:", f"    {help_.line}"]
         found.append(("workarounds", lines))
     if result.replay.preloaded:
         names = ", ".join(record["name"] for record in result.replay.preloaded)

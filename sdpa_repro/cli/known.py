@@ -32,7 +32,14 @@ INTERRUPTED = 130
     type=click.Path(dir_okay=False),
     help="With --here: run this Python file in every process first (repeatable).",
 )
-@click.option("--timeout", default=60.0, show_default=True, metavar="SECONDS", help="With --here: limit of each trial.")
+@click.option(
+    "--timeout",
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    type=click.FloatRange(min=0, min_open=True),
+    help="With --here: limit of each trial.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(here: bool, preload: tuple[str, ...], timeout: float, as_json: bool) -> None:
     """List the upstream attention bugs that sdpa-repro recognises; with --here run a trigger of each."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,10 @@ LISTED = 12
 """Most flagged rows of the default path in the table."""
 FEW = 4
 """So many total lengths are listed one by one."""
+ALONE = (
+    'layers are judged one by one, each on what the padded run gave it: "within noise" after the first that differs '
+    "says that such a layer adds no fault of its own, not that its values are right"
+)
 COLOURS = {"differs": "red", "not available": "yellow"}
 
 
@@ -164,7 +169,7 @@ def _cells(row: Row) -> list[str]:
         return [*start, "", "", "", "", row.reason]
     token = f"{row.top5_plain[0]} -> {row.top5[0]}" if row.argmax_flipped else "same"
     ranking = "same" if row.top5 == row.top5_plain else " ".join(map(str, row.top5))
-    why = f"WRONG: {row.why}" if row.flagged else ""
+    why = f"WRONG: {row.why}" if row.exact else row.why
     if row.place == "companion":
         why = why or "the longer row beside it, against itself alone"
     return [*start, f"{row.max_abs:.3g}", f"{row.mean_abs:.3g}", token, ranking, why]
@@ -187,6 +192,8 @@ def summary(sweep: Sweep) -> list[str]:
         healthy = [row.max_abs for row in sweep.alone(way) if not row.flagged and row.max_abs is not None]
         if healthy:
             lines.append(f"{way.value}: the others move a logit by at most {max(healthy):.3g}")
+    if not math.isfinite(sweep.noise):
+        return [*lines, "noise: not measured, so logits by themselves accuse no length"]
     return [*lines, f"noise: logits may move by {sweep.noise:.3g} (root mean square over the vocabulary)"]
 
 
@@ -202,6 +209,8 @@ def _print_stages(found: Located) -> None:
         rows.append([name, stage.status.value, moved, noise, stage.module if detail else "", detail])
         styles.append(COLOURS.get(stage.status.value))
     output.table(("stage", "is", "moved", "noise", "module", "where"), rows, styles=styles)
+    if found.stages.first is not None:
+        output.line(ALONE)
 
 
 def folded(found: Located) -> list[tuple[str, Any]]:

@@ -62,10 +62,11 @@ def line(text: str = "") -> None:
 def next_command(command: str) -> None:
     """Print the last line on stdout: the command to run next, ready to paste.
 
-    A command that begins with `sdpa-repro` is written the way it can be started here (see `program`).
+    `sdpa-repro` or `python` at its beginning is written the way it can be started here (see `program`, `python`).
     """
     name, space, rest = command.partition(" ")
-    line(f"next: {program() if name == PROGRAM else name}{space}{rest}")
+    start = {PROGRAM: program, "python": python}.get(name)
+    line(f"next: {start() if start else name}{space}{rest}")
 
 
 def program() -> str:
@@ -74,12 +75,23 @@ def program() -> str:
     found = shutil.which(PROGRAM)
     if found and Path(found).resolve() == beside.resolve():
         return PROGRAM
-    start = beside if beside.exists() else Path(sys.executable)
+    return _started(beside) if beside.exists() else f"{_started(Path(sys.executable))} -m sdpa_repro"
+
+
+def python() -> str:
+    """How to start the Python that runs this, which has torch: `python` when that is the one on PATH, else its path."""
+    found = shutil.which("python")
+    here = Path(sys.executable)
+    return "python" if found and Path(found).parent == here.parent else _started(here)
+
+
+def _started(path: Path) -> str:
+    """A program's path for a shell, from the current folder where it lies in there."""
     try:
-        text = shell(start.relative_to(Path.cwd()))
+        path = path.relative_to(Path.cwd())
     except ValueError:
-        text = shell(start)
-    return text if beside.exists() else f"{text} -m sdpa_repro"
+        return shell(path)
+    return shell(path if len(path.parts) > 1 else f"./{path}")
 
 
 def progress(text: str) -> None:

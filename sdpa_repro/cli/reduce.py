@@ -28,7 +28,7 @@ HEADERS = ("", "from", "to", "needed", "nearest passing neighbour")
             0: "the call does not fail here",
             1: "a failing call was written",
             3: "it failed only at capture, or only in this process",
-            130: "interrupted; the smallest call found by then is written",
+            130: "interrupted (the smallest call so far is written), or out of time before it failed",
         },
         "sdpa-repro reduce dumps/L05-self_attn-call5-289x289.pt -o small.pt",
         "sdpa-repro reduce x.pt --freeze L,S --budget 60",
@@ -43,7 +43,7 @@ HEADERS = ("", "from", "to", "needed", "nearest passing neighbour")
     default=BUDGET,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
-    help="Seconds for the search; the smallest call found by then is kept.",
+    help="Seconds for replay and search; the smallest call found by then is kept.",
 )
 @click.option(
     "--freeze",
@@ -90,8 +90,7 @@ def _print(result: ReducedDump, preload: tuple[Path, ...]) -> None:
     if not found.complete:
         smaller = "" if found.stopped == "table" else "there may be a smaller call, and "
         output.line(f"stopped before the end: {smaller}rows of the table are missing")
-    captured = [name for name in found.call.tensors if name not in found.recipes]
-    holds = f"the captured values of {', '.join(captured)}" if captured else "no captured values"
+    holds = f"the captured values of {', '.join(found.captured)}" if found.captured else "no captured values"
     output.line(f"{found.calls} calls in {found.seconds:.1f} s; wrote {output.clean(str(result.output))} with {holds}")
     if result.replay.preloaded:
         output.line(f"preloaded: {', '.join(output.clean(record['name']) for record in result.replay.preloaded)}")
@@ -106,8 +105,12 @@ def _tensors(found: Reduction) -> list[str]:
     for name, tensor in found.call.tensors.items():
         if name in found.recipes:
             said += line(found.recipes[name], name).splitlines()
-        else:
+        elif name in found.captured:
             said.append(f"{name}: {tuple(tensor.shape)} with captured values")
+        else:
+            variant = getattr(tensor, "variant", None)
+            rule = getattr(variant, "name", "").lower()
+            said.append(f"{name} = torch.nn.attention.bias.causal_{rule}{tuple(tensor.shape[-2:])}")
     return said
 
 

@@ -37,7 +37,7 @@ def _tensor_row(name: str, told: Mapping[str, Any]) -> list[str]:
         rule = told["rule"]
         return [name, "CausalBias", str(tuple(rule["shape"])), "", "", "", "0", f"a rule: {rule['variant']}"]
     shape, stride = told["shape"], told["stride"]
-    names = ("batch",) * (len(shape) - 4) + DIMENSIONS[-min(len(shape), 4) :]
+    names = ("batch",) * (len(shape) - 4) + DIMENSIONS[4 - min(len(shape), 4) :]
     notes = [f"{dim} stride 0" for dim, n, s in zip(names, shape, stride, strict=True) if n > 1 and s == 0]
     if not notes:
         notes.append("contiguous" if told["contiguous"] else "not contiguous")

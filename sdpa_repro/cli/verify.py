@@ -10,7 +10,7 @@ import click
 
 from sdpa_repro.cli import output
 from sdpa_repro.cli.epilog import epilog
-from sdpa_repro.cli.model_options import NAMES, build_options, model_options
+from sdpa_repro.cli.model_options import NAMES, build_options, model_options, model_words
 from sdpa_repro.errors import InputError
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ LISTED = 4
 @click.option("--force", is_flag=True, help="Overwrite the test file.")
 @click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-@click.pass_context
-def command(context: click.Context, /, as_json: bool, preload: tuple[Path, ...], **values: Any) -> None:
+def command(as_json: bool, preload: tuple[Path, ...], **values: Any) -> None:
     """Check that padding and batching leave a prompt's image features, positions, block ids, masks, logits and greedy
     output as they are, at total lengths around multiples of 32, and that a static cache meets the masks of a dynamic
     one.
@@ -63,7 +62,8 @@ def command(context: click.Context, /, as_json: bool, preload: tuple[Path, ...],
         output.document("verify", found.document())
     else:
         _print(found)
-        output.next_command(_next(found, _given(context), preload))
+        alone = {**values, "pad": None, "total_length": None}
+        output.next_command(_next(found, model_words(alone), preload))
     raise SystemExit(found.exit_status)
 
 
@@ -138,6 +138,8 @@ def _print(found: Verified) -> None:
     output.table(HEADERS, [cells(item) for item in found.items], styles=styles)
     if found.noise is not None:
         output.line(f"noise: logits may move by {found.noise:.3g} (root mean square over the vocabulary)")
+    if found.caches is not None and found.caches.different:
+        output.line(output.clean(f"caches: {found.caches.sentence}"))
     for note in found.notes:
         output.line(output.clean(f"note: {note}"))
     if not found.complete:
@@ -153,18 +155,6 @@ def cells(item: Item) -> list[str]:
     listed = ", ".join(points[:LISTED]) + (f", … ({len(points)})" if len(points) > LISTED else "")
     status = f"broken, follows from {item.follows}" if item.follows else item.status.value
     return [item.name, status, str(item.checked), listed, first.how]
-
-
-def _given(context: click.Context) -> list[object]:
-    """The model options of this command line, to be given again."""
-    words: list[object] = []
-    for parameter in context.command.params:
-        value = context.params.get(parameter.name or "")
-        if parameter.name not in NAMES or parameter.name in ("pad", "total_length") or value in (None, False, ()):
-            continue
-        for each in value if isinstance(value, tuple) else (value,):
-            words += [parameter.opts[0]] if each is True else [parameter.opts[0], each]
-    return words
 
 
 def _next(found: Verified, given: Sequence[object], preload: Sequence[Path]) -> str:

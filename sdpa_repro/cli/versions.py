@@ -145,7 +145,8 @@ def _next(result: Versions, target: Path | None, updated: Path | None, options: 
 
     path = result.subject.path
     if result.subject.text is None:
-        return output.shell("sdpa-repro", "issue", path, *_repeated("--preload", options["preload"]))
+        again = _repeated("--preload", options["preload"])
+        return output.shell("sdpa-repro", "issue" if result.exit_status == 1 else "replay", path, *again)
     if updated is not None:
         return output.shell("cat", updated)
     beside = issue_beside(path)

@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from sdpa_repro.cli import capture as capturing
-from sdpa_repro.cli import main
+from sdpa_repro.cli import diagnose_text as text
+from sdpa_repro.cli import main, output
 from sdpa_repro.diagnosing import chain, place
 from sdpa_repro.diagnosing.chain import Located
+from sdpa_repro.diagnosing.stopping import Stop
 from sdpa_repro.explaining.answers import Conditions
 from sdpa_repro.explaining.explain import Explanation
 from sdpa_repro.explaining.hypotheses import Hypothesis
@@ -170,14 +172,14 @@ def test_a_bug_that_is_known_and_fixed_says_to_upgrade_first_and_writes_an_issue
         assert lines[1].startswith(
             "no issue is needed: pytorch#191937 is fixed in torch 2.14.0; until you upgrade: key"
         )
-        assert lines[-1] == "next: pip install --upgrade 'torch>=2.14.0'"
+        assert lines[-1] == f"next: {output.python()} -m pip install --upgrade 'torch>=2.14.0'"
         folder = Path("out/x")
         assert names(folder) == {"x.pt", "diagnose.log", "report.html", "result.json"}
         assert result_of(folder)["stopped"] == "known_fixed"
         assert main(["diagnose", str(dump), "--issue"]) == 1
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == "MATH is wrong in query row 4"
-        assert lines[-1] == "next: python -I out/x/repro.py"
+        assert lines[-1] == f"next: {output.python()} -I out/x/repro.py"
         assert "issue.md" in names(folder)
 
 
@@ -215,7 +217,8 @@ def test_a_model_whose_padding_shows_without_a_wrong_call_is_located(
         write_dump(make_call(rows=5, heads=2, width=8), values["out"] / "L00.pt")
         told = dict.fromkeys(("wrong", "checked"), 0)
         moved = [{"total": 289, "shift": 0.8, "flipped": True}]
-        rest = {"calls": [], "script": None, "failed": None, "preloaded": [], "moved": moved}
+        rest = {"calls": [], "script": None, "failed": None, "preloaded": [], "moved": moved, "stopped": False}
+        rest |= {"passed": {}, "elsewhere": {}, "hints": []}
         return {**told, **rest, "dumps": [{"file": "L00.pt", "status": "agrees"}], "out": str(values["out"])}
 
     def located(*_: object) -> Located:
@@ -251,7 +254,7 @@ def test_ctrl_c_tells_what_is_known_and_the_next_start_goes_on(
             patched.setattr(chain, "explain", interrupted)
             assert main(["diagnose", str(dump)]) == 130
         said = capsys.readouterr()
-        assert said.err.endswith("error: interrupted; results so far are kept\n")
+        assert said.err.endswith("error: interrupted; results so far are kept: the same command goes on there\n")
         assert "cause: MATH: row 4 used row 0" in said.out
         assert not Path("out/x/issue.md").exists()
         assert main(["diagnose", str(dump)]) == 1
@@ -259,6 +262,51 @@ def test_ctrl_c_tells_what_is_known_and_the_next_start_goes_on(
     assert "going on where it was" in said.err
     assert said.err.count("(from before)") == 1
     assert "row 4 used row 0" not in said.out
+
+
+def script_found(status: int, verdict: Verdict = Verdict.HEALTHY) -> text.Found:
+    """A diagnosis of a script that ended with `status`, after the replay of its worst call."""
+    script = {"status": status, "end": f"exit status {status}", "interrupted": False, "failed": [], "without_report": 0}
+    report = {"script": {**script, "inside": [], "not_recorded": []}, "wrong": 0, "dumps": [], "calls": []}
+    found = text.Found(
+        Path("out/s"), ("s.py",), {"as_json": False, "preload": ()}, report=report, dump=Path("out/s/x.pt")
+    )
+    found.replay = made_replay(Path("out/s/x.pt"), verdict=verdict, exit_status=0)
+    found.stop = Stop.HEALTHY if verdict is Verdict.HEALTHY else None
+    return found
+
+
+@pytest.mark.parametrize("status", [0, 1, 7])
+def test_a_script_whose_attention_is_right_ends_with_its_own_status(status: int) -> None:
+    assert script_found(status).exit_status == status
+
+
+def test_a_clean_script_ends_with_what_is_left_to_look_at_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    found = script_found(0)
+    text.print_end(found)
+    assert capsys.readouterr().out.splitlines()[-1] == "all of it is in out/s"
+    assert found.advice.endswith("; sdpa-repro locate --model ID looks at padding, masks and positions")
+    assert "--help" not in text.next_command(found)
+
+
+def test_calls_that_nobody_looked_at_are_told_and_not_called_right(capsys: pytest.CaptureFixture[str]) -> None:
+    found = script_found(0)
+    assert found.report is not None
+    found.report |= {"stopped": False, "passed": {"fake tensors": 2}, "elsewhere": {"loader": 3}, "hints": []}
+    found.report["calls"] = [{"status": "unchecked", "reason": "out of memory"}]
+    text._print_remarks(found.report)
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == ["passed through: 2 x fake tensors", "not recorded: 3 calls in thread 'loader'"]
+    assert said[2] == "1 calls not checked: out of memory"
+    assert found.advice.startswith("nothing wrong in the calls that were checked: ")
+
+
+def test_a_clean_dump_ends_with_the_command_that_describes_it(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = text.Found(Path("out/x"), ("x.pt",), {"as_json": False, "preload": ()}, dump=dump)
+    found.replay, found.stop = made_replay(dump, verdict=Verdict.HEALTHY), Stop.HEALTHY
+    text.print_end(found)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("show x.pt")
+    assert found.advice == "nothing wrong: no script, issue or page written"
 
 
 def test_two_at_the_same_time_into_one_folder_are_one_line(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:

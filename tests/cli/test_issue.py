@@ -40,7 +40,7 @@ def test_the_answer_comes_first_and_the_next_command_last(tmp_path: Path, capsys
     assert lines[0].startswith("FLASH_ATTENTION is wrong in query row 32 of 2 heads. repro.py fails here as it should")
     assert f"script  {folder}/repro.py" in lines
     assert f"issue   {folder}/issue.md" in lines
-    assert any(line.startswith("title   SDPA FLASH_ATTENTION (CPU, with files preloaded): is wrong") for line in lines)
+    assert any(line.startswith("title   SDPA FLASH_ATTENTION (CPU, with files preloaded) is wrong") for line in lines)
     assert "preloaded: pytorch_191937.py: if that file plants a fault, do not post this" in lines
     assert lines[-1].endswith(f" versions {folder}/repro.py --preload {FAULT}")
     assert "running repro.py in a fresh process" in printed.err

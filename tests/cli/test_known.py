@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from sdpa_repro.cli import main
 from sdpa_repro.cli.known import command
 from sdpa_repro.explaining import known_here
 from sdpa_repro.explaining.known_here import Outcome
@@ -122,3 +123,9 @@ def test_the_trial_as_json_says_where_each_trigger_ran() -> None:
     assert document["preloaded"] == []
     assert here["pytorch#193728"]["status"] == "affected"
     assert (here["pytorch#193728"]["device"], here["pytorch#193728"]["backend"]) == ("cpu", "FLASH_ATTENTION")
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1"])
+def test_a_trial_gets_some_time(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["known", "--here", "--timeout", seconds]) == 2
+    assert "Invalid value for '--timeout'" in capsys.readouterr().err

@@ -29,6 +29,7 @@ def test_the_planted_fault_is_told_first_and_its_dump_last(tmp_path: Path, capfd
     assert lines[-1].endswith(f"diagnose {dump} --preload {FAULT}")
     assert "greedy, MATH: " in out
     assert "2 of 2: total length 289" in err
+    assert any("not that its values are right" in line for line in lines)
 
 
 @pytest.mark.slow

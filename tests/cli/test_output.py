@@ -167,3 +167,24 @@ def test_the_next_command_starts_the_way_that_works_here(
         "next: sdpa-repro show x.pt",
         "next: pip install torch",
     ]
+
+
+def test_a_script_is_started_with_the_python_that_has_torch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("own", "other"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "python").touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "own" / "python"))
+    for path in ("other", "own"):
+        monkeypatch.setenv("PATH", str(tmp_path / path))
+        output.next_command("python -I repro.py")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.chdir(tmp_path / "own")
+    output.next_command("python -I repro.py")
+    assert capsys.readouterr().out.splitlines() == [
+        "next: own/python -I repro.py",
+        "next: python -I repro.py",
+        "next: ./python -I repro.py",
+    ]

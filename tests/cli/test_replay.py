@@ -147,3 +147,13 @@ def test_help_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+@pytest.mark.slow
+def test_a_dump_in_which_nothing_can_be_compared_does_not_agree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_dump(make_call(rows=5, padding=5), tmp_path / "call.pt")
+    assert main(["replay", str(path), *QUICK, "--expect", "agrees"]) == 1
+    said = "NOT as expected (agrees): nothing to compare: every query row is fully masked"
+    assert capsys.readouterr().out.splitlines()[0] == said

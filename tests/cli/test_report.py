@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from sdpa_repro.cli import main
+from sdpa_repro.cli import main, output
 from sdpa_repro.publishing import publish as chain
 from sdpa_repro.publishing import report as engine
+from sdpa_repro.publishing.published import Published
 from tests.calls import make_call
 from tests.publishing.test_publish import closed_dump
 from tests.replaying.dumps import FAULTS, write_dump
@@ -32,19 +34,27 @@ def test_the_whole_page_holds_cause_and_script(
     dump = closed_dump(tmp_path / "call.pt")
     monkeypatch.setattr(chain, "collect_env", lambda: "")
     monkeypatch.setattr(engine, "explain", partial(engine.explain, lengths=(1, 80)))
-    monkeypatch.setattr(engine, "publish", partial(engine.publish, reduced=False))
+    published, told = engine.publish, []
+
+    def as_captured(*words: Any, **names: Any) -> Published:
+        told.append(names)
+        return published(*words, reduced=False, **names)
+
+    monkeypatch.setattr(engine, "publish", as_captured)
     target = tmp_path / "out" / "page.html"
     status = main(["report", str(dump), "-o", str(target), "--preload", FAULT, "--device", "cpu"])
     lines = capsys.readouterr().out.splitlines()
     text = target.read_text(encoding="utf-8")
     assert status == 1
+    assert "explanation" not in told[0]  # that is of the captured call, the script about the reduced one
+    assert told[0]["captured"]["needed"]
     assert lines[0].startswith(
         "FLASH_ATTENTION: the last query row (32) was computed with mask row 0, when L % 32 == 1"
     )
     assert "known: pytorch#191937 (as emulated here on FLASH_ATTENTION, CPU), fixed in 2.14.0" in lines[0]
     assert f"page     {target}" in lines
     assert "preloaded: pytorch_191937.py: what the page shows may be planted by it" in lines
-    assert lines[-1] == f"next: python -m webbrowser {target.resolve().as_uri()}"
+    assert lines[-1] == f"next: {output.python()} -m webbrowser {target.resolve().as_uri()}"
     assert "was computed with mask row 0, when L % 32 == 1" in text
     assert "It fails here, as it should" in text
     assert 'class="copyable tall"' in text

@@ -250,3 +250,16 @@ def test_an_expanded_tensor_is_never_materialised(tmp_path: Path) -> None:
     path = written(tmp_path, call)
     assert path.stat().st_size < 20_000
     assert "every row sees every key" in "\n".join(lines_of(path))
+
+
+def test_a_mask_of_one_number_has_a_row_of_its_own(tmp_path: Path) -> None:
+    one = torch.ones(1, 2, 4, 8)
+    call = AttentionCall(one, one, one, torch.zeros(()))
+    assert "()" in row_of(lines_of(written(tmp_path, call)), "attn_mask")
+
+
+def test_a_query_without_rows_and_columns_is_bad_input(tmp_path: Path) -> None:
+    call = AttentionCall(torch.ones(8), torch.ones(8), torch.ones(8))
+    result = show(written(tmp_path, call))
+    assert isinstance(result.exception, InputError)
+    assert "fewer than two dimensions" in str(result.exception)

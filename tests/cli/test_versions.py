@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sdpa_repro.cli import main
+from sdpa_repro.cli import main, output
 from sdpa_repro.publishing import try_versions
 from sdpa_repro.publishing.environments import Interpreter
 from sdpa_repro.publishing.issue import issue
@@ -38,7 +38,7 @@ def test_the_answer_comes_first_then_the_table_then_the_next_command(
     assert lines[2].split() == ["environment", "torch", "where", "MATH", "FLASH_ATTENTION", "default", "result", "why"]
     assert lines[4].split()[:7] == ["here", "2.13.0", "cpu", "ok", "wrong", "wrong", "fails"]
     assert lines[5].split() == [python, "2.14.1", "cpu", "ok", "ok", "ok", "passes"]
-    assert lines[-1] == f"next: python -I {folder}/repro.py"
+    assert lines[-1] == f"next: {output.python()} -I {folder}/repro.py"
     assert "here: running repro.py" in printed.err
 
 
