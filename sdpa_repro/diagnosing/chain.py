@@ -109,6 +109,7 @@ def explained(case: Case, result: Replay) -> Explanation:
 
 def reduced(case: Case, result: Replay) -> Reduced:
     """The smallest call that still fails, written as `call.pt` beside the dump."""
+    failed: list[InputError] = []
 
     def work() -> Reduced:
         try:
@@ -121,7 +122,8 @@ def reduced(case: Case, result: Replay) -> Reduced:
                 replayed=result,
                 progress=case.stages.say,
             )
-        except InputError as error:
+        except InputError as error:  # such as a full disk, which a later start may find with more room
+            failed.append(error)
             return Reduced(f"not reduced: {error}")
         if found.output is None or not found.proven:
             (case.stages.folder / files.DUMP).unlink(missing_ok=True)
@@ -135,7 +137,7 @@ def reduced(case: Case, result: Replay) -> Reduced:
         work,
         words=lambda found: found.sentence.partition(":")[0],
         wrote=lambda found: [found.output],
-        keep=lambda found: not case.interrupted(),
+        keep=lambda found: not failed and not case.interrupted(),
     )
 
 
