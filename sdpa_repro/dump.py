@@ -99,13 +99,14 @@ def stored_bytes(document: Mapping[str, Any]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in data)
 
 
-def save(document: dict[str, Any], path: Path | str) -> int:
+def save(document: dict[str, Any], path: Path | str, *, synced: bool = True) -> int:
     """Write a document from `snapshot` to `path`, whole or not at all; returns the file's size in bytes.
 
+    synced: return when the disk has it, so that not even a power cut loses it; else when the system has taken it.
     Raises InputError when the folder is missing or read-only, the disk full, or the like.
     """
     try:
-        return archive.write(document, Path(path))
+        return archive.write(document, Path(path), synced=synced)
     except OSError as error:
         reason, needed = error.strerror or error, _mebibytes(stored_bytes(document))
         raise _input_error(

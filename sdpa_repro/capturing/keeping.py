@@ -181,13 +181,18 @@ class Keeper:
         rows, keys = record.query[-2], record.key[-2]
         name = folder.stem_of(record.module, folder.layer_of(record.module), record.index, rows, keys, record.rank)
         replaced = leaving[0].file if leaving else None
+        urgent = _urgent(record) or self.options.call is not None
 
         def write() -> tuple[str, int]:
             return folder.add(
-                self.out, name, lambda path: dump.save(document, path), _line(record), instead_of=replaced
+                self.out,
+                name,
+                lambda path: dump.save(document, path, synced=urgent),
+                _line(record),
+                instead_of=replaced,
             )
 
-        if self.options.keep == "all" and self.options.call is None and not _urgent(record):
+        if self.options.keep == "all" and not urgent:
             self._pending = Pending(record, self._writer.begin(write))
             return record
         return self._keep(record, write(), leaving)

@@ -112,9 +112,10 @@ def _check_pickle(pickle: bytes) -> None:
         raise Refused("its pickle is damaged") from error
 
 
-def write(document: dict[str, Any], path: Path) -> int:
+def write(document: dict[str, Any], path: Path, *, synced: bool = True) -> int:
     """Write a document under a temporary name in the same folder, then rename it; returns the file's size in bytes.
 
+    synced: wait until the disk has it, which takes longer than everything else; without, a power cut may lose it.
     Raises OSError when that fails; whatever happens, Ctrl-C included, no temporary file stays and an older file of
     that name is untouched until the new one is safe on the disk.
     """
@@ -125,15 +126,17 @@ def write(document: dict[str, Any], path: Path) -> int:
             with _checksums():
                 _save(document, file)
             file.flush()
-            os.fsync(file.fileno())
+            if synced:
+                os.fsync(file.fileno())
             size = file.tell()
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
         raise
-    with suppress(OSError):
-        _sync_folder(path.parent)
+    if synced:
+        with suppress(OSError):
+            _sync_folder(path.parent)
     return size
 
 

@@ -234,7 +234,7 @@ def test_all_calls_can_be_kept(tmp_path: Path) -> None:
 def test_healthy_calls_are_written_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save, gate, written = dump.save, threading.Event(), []
 
-    def slow(document: Any, path: Path) -> int:
+    def slow(document: Any, path: Path, **_: Any) -> int:
         gate.wait(60)
         written.append(path.name)
         return save(document, path)
@@ -260,10 +260,24 @@ def test_a_wrong_call_is_on_the_disk_before_the_run_goes_on(tmp_path: Path, plan
         assert index_is_sound(tmp_path)
 
 
+def test_a_wrong_call_outlasts_a_power_cut_and_a_healthy_one_costs_no_wait_for_the_disk(
+    tmp_path: Path, plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    with capture(tmp_path / "healthy"):
+        run(healthy())
+    assert synced == []
+    plant("pytorch_191937")
+    with capture(tmp_path / "wrong"):
+        run(failing())
+    assert len(synced) == 2, "the file, and the folder that names it"
+
+
 def test_a_dump_that_could_not_be_written_beside_the_run_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(document: Any, path: Path) -> int:
+    def full(document: Any, path: Path, **_: Any) -> int:
         raise InputError(f"cannot write {path}: no space left on device")
 
     monkeypatch.setattr(dump, "save", full)
@@ -283,7 +297,7 @@ import os, sys, threading
 import torch, torch.nn.functional as F
 from sdpa_repro import capture, dump
 save, gate = dump.save, threading.Event()
-dump.save = lambda document, path: gate.wait(60) and save(document, path)
+dump.save = lambda document, path, **_: gate.wait(60) and save(document, path)
 x = torch.randn(1, 1, 8, 8)
 with capture(sys.argv[1], keep="all") as session, torch.no_grad():
     F.scaled_dot_product_attention(x, x, x)
@@ -450,7 +464,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_block_runs(tmp_path:
 
 
 def test_a_full_disk_does_not_break_the_run(tmp_path: Path, plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(document: Any, path: Path) -> int:
+    def full(document: Any, path: Path, **_: Any) -> int:
         raise InputError(f"cannot write {path}: no space left on device")
 
     plant("pytorch_191937")
@@ -527,7 +541,7 @@ def test_a_real_models_output_is_the_same_with_the_recorder(tmp_path: Path) -> N
 def test_problems_and_names_are_counted_but_not_all_of_them_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(document: Any, path: Path) -> int:
+    def full(document: Any, path: Path, **_: Any) -> int:
         raise InputError(f"cannot write {path}: no space left on device")
 
     monkeypatch.setattr(dump, "save", full)
