@@ -130,7 +130,7 @@ def load(path: Path | str, device: torch.device | str = "cpu") -> Dump:
         raise _input_error(f"cannot use {path} as a dump: {error}: {_mend(path, error)}") from error
     try:
         tensors = build(contents, torch.device(device))
-    except (RuntimeError, AssertionError, NotImplementedError, MemoryError) as error:
+    except (RuntimeError, AssertionError, MemoryError) as error:
         room = _mebibytes(sum(buffer.nbytes for buffer in contents.buffers))
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise _input_error(f"cannot put {path} on {device} ({room}): {reason}: choose another device") from error

@@ -1,4 +1,4 @@
-"""What long contexts cost: rows for `tests.bench`, and how time and memory grow with the length (docs/growth.png)."""
+"""What long contexts cost: rows for `tests.bench`, and how time and memory grow with the length (docs/growth.svg)."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def write(document: dict[str, Any], path: Path, *, synced: bool = True) -> int:
 
     synced: wait until the disk has it, which takes longer than everything else; without, a power cut may lose it.
     Raises OSError when that fails; whatever happens, Ctrl-C included, no temporary file stays and an older file of
-    that name is untouched until the new one is safe on the disk.
+    that name is untouched until the new one is whole (and, when synced, safe on the disk).
     """
     temporary = path.with_name(f".sdpa-repro-{secrets.token_hex(8)}.tmp")
     try:

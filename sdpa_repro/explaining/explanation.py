@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sdpa_repro.explaining.answers import Conditions
-from sdpa_repro.explaining.hurried import LATER
+from sdpa_repro.explaining.hurried import LATER, NO_ANSWER
 from sdpa_repro.explaining.hypotheses import Hypothesis
 from sdpa_repro.explaining.length_result import LengthRule
 from sdpa_repro.explaining.poison import Poison
@@ -69,7 +69,7 @@ class Explanation:
     def cause(self) -> str:
         """One sentence: what the backend does, and for which lengths; what is not known is not said."""
         if self._undecided:
-            return "no answer: the call did not come to an end in this time; give a larger budget"
+            return NO_ANSWER
         if self.backend is None:
             missing = f"; {LATER}: {', '.join(self.left_out)}" if self.left_out else ""
             return self.replay.sentence + missing

@@ -37,6 +37,8 @@ HANGS = 30.0
 """Seconds, fewer in a short budget, or 20 times what MATH is expected to take, after which a kernel hangs."""
 
 LATER = "left out for want of time"
+NO_ANSWER = "no answer: the call did not come to an end in this time; give a larger budget"
+"""Of a call that the default path did not get through."""
 
 
 def replay_within(

@@ -14,7 +14,7 @@ from sdpa_repro.dump import Dump, load, save, snapshot
 from sdpa_repro.errors import InputError
 from sdpa_repro.explaining.explain import suspect
 from sdpa_repro.explaining.explanation import STOPPED
-from sdpa_repro.explaining.hurried import LATER, replay_within
+from sdpa_repro.explaining.hurried import LATER, NO_ANSWER, replay_within
 from sdpa_repro.explaining.pacing import Budget, Pace, work_of
 from sdpa_repro.recipe import to_document
 from sdpa_repro.reducing.reduction import Reduction, check_freeze, reduce
@@ -72,7 +72,7 @@ class ReducedDump:
         """The answer in one line."""
         found = self.reduction
         if found is None and Backend.DEFAULT.value in self.left_out:
-            return "no answer: the call did not come to an end in this time; give a larger budget"
+            return NO_ANSWER
         if found is None and self.left_out:
             return f"there is nothing to reduce: {self.replay.sentence}; {LATER}: {', '.join(self.left_out)}"
         if found is None:

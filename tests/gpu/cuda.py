@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sdpa_repro.attention import AttentionCall, rebuild
 from tests.calls import make_call
@@ -27,6 +28,24 @@ def gemma_call(length: int = 289, dtype: torch.dtype = torch.bfloat16, width: in
     """Gemma 4 12B's global layer at `length`: 16 heads over one key/value head, left-padded by 7, on the GPU."""
     call = make_call(heads=16, rows=length, width=width, dtype=dtype, padding=7)
     return rebuild(call, device="cuda")
+
+
+def attend(call: AttentionCall) -> Tensor:
+    """The call with the memory-efficient kernel and no gradients."""
+    with torch.inference_mode(), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(call.query, call.key, call.value, **call.keywords)
+
+
+def replayed_graph(call: AttentionCall) -> Tensor:
+    """What the call gives when a CUDA graph that holds it is replayed; it runs once before, outside the graph."""
+    attend(call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = attend(call)
+    graph.replay()
+    torch.cuda.synchronize()
+    return output
 
 
 def dense(call: AttentionCall) -> AttentionCall:

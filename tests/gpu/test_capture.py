@@ -5,21 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sdpa_repro
-from sdpa_repro.attention import AttentionCall
 from sdpa_repro.dump import load
-from tests.gpu.cuda import AFFECTED, WRONG_ROWS, gemma_call, needs_cuda, wrong_rows
+from tests.gpu.cuda import AFFECTED, WRONG_ROWS, attend, gemma_call, needs_cuda, replayed_graph, wrong_rows
 
 pytestmark = [needs_cuda]
-
-
-def attend(call: AttentionCall) -> Tensor:
-    """The call with the memory-efficient kernel and no gradients."""
-    with torch.inference_mode(), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(call.query, call.key, call.value, **call.keywords)
 
 
 def test_the_dump_of_a_live_call_holds_what_the_kernel_gave(tmp_path: Path) -> None:
@@ -39,13 +30,7 @@ def test_the_dump_of_a_live_call_holds_what_the_kernel_gave(tmp_path: Path) -> N
 def test_calls_within_a_cuda_graph_are_counted_and_replays_go_undisturbed(tmp_path: Path) -> None:
     call = gemma_call(290)
     with sdpa_repro.capture(tmp_path) as session:
-        attend(call)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output = attend(call)
-        graph.replay()
-    torch.cuda.synchronize()
+        output = replayed_graph(call)
     assert wrong_rows(call, output) == []
     assert len(session.calls) == 1
     assert [count for reason, count in session.summary()["passed"].items() if "CUDA graph" in reason] == [1]

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sdpa_repro
-from sdpa_repro.attention import AttentionCall
 from sdpa_repro.capturing.tiny import tiny_gemma4, tiny_inputs
-from tests.gpu.cuda import AFFECTED, WRONG_ROWS, dense, gemma_call, needs_cuda, wrong_rows
+from tests.gpu.cuda import AFFECTED, WRONG_ROWS, attend, dense, gemma_call, needs_cuda, replayed_graph, wrong_rows
 
 pytestmark = [needs_cuda, pytest.mark.filterwarnings("ignore::sdpa_repro.guarding.switch.GuardWarning")]
 KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-def attend(call: AttentionCall) -> Tensor:
-    """The call with the memory-efficient kernel preferred and no gradients."""
-    with torch.inference_mode(), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(call.query, call.key, call.value, **call.keywords)
 
 
 def test_the_bug_is_cured_inside_the_guard_alone() -> None:
@@ -43,13 +35,7 @@ def test_the_guard_gives_what_dense_key_and_value_give_bit_for_bit() -> None:
 def test_a_cuda_graph_may_be_captured_under_the_guard() -> None:
     call = gemma_call()
     with sdpa_repro.guard():
-        attend(call)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output = attend(call)
-        graph.replay()
-    torch.cuda.synchronize()
+        output = replayed_graph(call)
     assert wrong_rows(call, output) == []
 
 
