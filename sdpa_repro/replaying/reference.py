@@ -120,14 +120,14 @@ def reference(call: AttentionCall, *, precision: torch.dtype = torch.float64) ->
     flat = four_dims(call)
     batches, heads, rows, _ = flat.query.shape
     device = flat.query.device
+    made = torch.empty if flat.key.shape[2] else torch.zeros  # every row is in a block, unless there is no key
 
-    def column() -> Tensor:
-        return torch.zeros(batches, heads, rows, dtype=precision, device=device)
+    def column(dtype: torch.dtype) -> Tensor:
+        return made(batches, heads, rows, dtype=dtype, device=device)
 
-    output = torch.zeros(batches, heads, rows, flat.value.shape[-1], dtype=precision, device=device)
-    weight, spread, scores, rounded, size = (column() for _ in range(5))
-    live = torch.zeros(batches, heads, rows, dtype=torch.bool, device=device)
-    poisoned = torch.zeros_like(live)
+    output = made(batches, heads, rows, flat.value.shape[-1], dtype=precision, device=device)
+    weight, spread, scores, rounded, size = (column(precision) for _ in range(5))
+    live, poisoned = column(torch.bool), column(torch.bool)
 
     def keep(found: Iterator[Block]) -> None:
         for block in found:
@@ -375,6 +375,6 @@ def _keys_of(
     elements = key.shape[0] * key.shape[1] * (key.shape[2] + value.shape[2] + EXTRA)
     if elements * room.itemsize > CONVERTED_BYTES:
         return Keys(key, value, columns), broken
-    converted = room.take("key", *key.shape).copy_(key)
+    converted = key if key.dtype == room.dtype else room.take("key", *key.shape).copy_(key)
     together = room.take("value", *value.shape[:2], value.shape[2] + EXTRA)
     return Keys(converted, augmented(value, columns, slice(None), together), None), broken

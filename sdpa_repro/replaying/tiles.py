@@ -27,6 +27,9 @@ LOG2_E = log2(e)
 JUMP = {torch.float32: 8.0, torch.float64: 100.0}
 """How far a score may exceed the number subtracted from its row's scores before that number is raised."""
 
+FREE = 400.0
+"""Scores of at most this size, as powers of two, and their sums are far from what float64 holds: none is subtracted."""
+
 
 @dataclass(frozen=True)
 class RowScale:
@@ -104,6 +107,11 @@ class Keys:
     """The extra columns of a value as stored; None when value holds them."""
 
     @property
+    def longest(self) -> Tensor:
+        """The largest 2-norm of a key, positions with NaN or Inf left out."""
+        return (self.value[..., 3 - EXTRA] if self.columns is None else self.columns[0][..., 3]).amax()
+
+    @property
     def width(self) -> int:
         """Columns of value that become output."""
         return self.value.shape[-1] - (EXTRA if self.columns is None else 0)
@@ -132,7 +140,8 @@ def attend_block(
 
     Scores are held key by row, which makes both matrix products a tenth faster than row by key. The heads that share
     a key lie side by side within a row, so that a range of rows is one slice. The number subtracted from a row's
-    scores is not their maximum but at most `JUMP` below it: seldom is anything computed twice.
+    scores is not their maximum but at most `JUMP` below it: seldom is anything computed twice. It is 0 for all rows
+    where no score can be large.
     """
     heads, count, _ = block.shape
     groups, width = keys.key.shape[0], keys.width
@@ -140,7 +149,9 @@ def attend_block(
     scaled = _side_by_side(block * (call.softmax_scale * LOG2_E), groups)
     sums = room.take("sums", groups, width + EXTRA, count * shared).zero_()
     top = block.new_full((groups, count * shared), float("-inf"))
-    base = torch.full_like(top, torch.finfo(block.dtype).min / 2)
+    free = block.dtype == torch.float64 and (bias is None or bias.dtype == torch.bool)
+    free = free and bool(torch.linalg.vector_norm(scaled, dim=-1).amax() * keys.longest <= FREE)
+    base = torch.full_like(top, 0.0 if free else torch.finfo(block.dtype).min / 2)
     for run in runs:
         here = slice(run.above * shared, run.below * shared)
         key, value = keys.part(run.first, run.last, block.dtype)
@@ -149,8 +160,10 @@ def attend_block(
         _masked(scores.unflatten(-1, (-1, shared)), run, first, bias, call.is_causal)
         highest = scores.amax(1)
         top[:, here] = torch.maximum(top[:, here], highest)
-        _raise(base[:, here], sums[..., here], highest, run is runs[0])
-        scores.sub_(base[:, None, here]).exp2_()
+        if not free:
+            _raise(base[:, here], sums[..., here], highest, run is runs[0])
+            scores.sub_(base[:, None, here])
+        scores.exp2_()
         if count * shared == 1:  # one row: as row times matrix the product is five times faster
             sums.mT.baddbmm_(scores.mT, value)
         else:

@@ -7,6 +7,7 @@ import torch
 
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.replaying import reference as module
+from sdpa_repro.replaying import tiles
 from sdpa_repro.replaying.reference import blocks, four_dims, reference, rows_of
 from tests.calls import causal_mask, make_call
 from tests.definition import attention, weights
@@ -106,6 +107,22 @@ def test_row_scales_are_the_sums_they_are_defined_as() -> None:
     bound = call.query.double().norm(dim=-1) * 136**-0.5
     moved = bound * ((p * norm * largest).sum(-1) + result.scale.size * (p * norm).sum(-1))
     assert (result.scale.scores[live] >= moved[live] * (1 - 1e-9)).all()
+
+
+@pytest.mark.parametrize("size", [1.0, 250.0, 300.0, 3000.0, -250.0])
+@pytest.mark.parametrize("mask", [None, "flag", "bool"])
+def test_scores_may_all_be_large_or_small(size: float, mask: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around the size (277, as 2 to the 400) up to which no number is subtracted from them."""
+    call = make_call(rows=40, keys=40, width=16, mask=mask, layout="dense", dtype=torch.float64)
+    towards = torch.full((16,), 0.25, dtype=torch.float64)
+    call = replace(call, query=call.query / 20 + towards, key=call.key / 20 + towards * size, scale=1.0)
+    result = reference(call)
+    assert torch.allclose(result.output, attention(call), rtol=0, atol=1e-11)
+    monkeypatch.setattr(tiles, "FREE", 0.0)
+    subtracted = reference(call)
+    assert torch.equal(result.live, subtracted.live)
+    for name in ("weight", "spread", "scores", "rounded", "size"):
+        assert torch.allclose(getattr(result.scale, name), getattr(subtracted.scale, name), rtol=1e-10)
 
 
 def test_tiles_that_the_mask_hides_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
