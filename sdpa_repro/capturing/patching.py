@@ -15,6 +15,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from sdpa_repro.capturing.after_import import AfterImport, after_import, forget
 
 Observer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -32,7 +34,16 @@ class Replacement:
             setattr(self, attribute, getattr(original, attribute, None))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.observer(self.original, args, kwargs)
+        """Call the observer, unseen by `torch.compile`, which may look at what is called from a frame it gave up."""
+        if "torch._dynamo" not in sys.modules:
+            return self.observer(self.original, args, kwargs)
+        frames: Any = torch._C._dynamo.eval_frame
+        compiler = frames.set_eval_frame(None)
+        try:
+            return self.observer(self.original, args, kwargs)
+        finally:
+            if compiler is not None:
+                frames.set_eval_frame(compiler)
 
     def __eq__(self, other: object) -> bool:
         below = self.original
@@ -101,8 +112,10 @@ class Patch:
 
     def _tell_dynamo(self) -> None:
         """Let `torch.compile` write calls of the replacements into its graph, as it does for the originals."""
+        from torch._dynamo.decorators import skip
         from torch.compiler import allow_in_graph
 
+        skip(Replacement.__call__)  # called from a frame that could not be compiled
         for each in self.replacements:
             allow_in_graph(each)
 

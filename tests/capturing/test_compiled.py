@@ -74,3 +74,22 @@ def test_a_session_that_sees_only_lowered_regions_is_an_error_that_names_them(tm
             attend(QUERY)
         with pytest.raises(InputError, match=r"compiled by torch\.compile.*TORCH_COMPILE_DISABLE=1"), capture(tmp_path):
             compiled(QUERY)
+
+
+def test_calls_of_a_function_that_the_compiler_gave_up_are_recorded(tmp_path: Path) -> None:
+    """It goes on as plain Python, but what it calls is looked at by the compiler: the recorder must not be."""
+
+    class Block:
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    def broken(query: Tensor) -> Tensor:
+        with Block():
+            torch._dynamo.graph_break()
+            return attend(query) - F.scaled_dot_product_attention(query, query, query)
+
+    expected = broken(QUERY)
+    compiled = torch.compile(broken, backend="eager")
+    with torch.no_grad(), capture(tmp_path) as session:
+        assert torch.equal(compiled(QUERY), expected)
+    assert [call.status for call in session.calls] == ["agrees"] * 2
