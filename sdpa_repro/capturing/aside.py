@@ -2,7 +2,8 @@
 
 A thread starts without grad, autocast, function and dispatch modes of others, and with an OpenMP pool of its
 own. The latter matters to scripts that fork: a process whose thread has started a pool (GNU OpenMP) hangs in
-its forked children when they compute in parallel, so a check in the script's own thread could hang it.
+its forked children when they compute in parallel, so a check in the script's own thread could hang it. Where that
+thread has a pool already, a second one only slows both down: threads of one pool no longer wait for work awake.
 """
 
 from __future__ import annotations
@@ -19,6 +20,15 @@ Result = TypeVar("Result")
 
 IDLE_SECONDS = 1.0
 """A thread that has had nothing to do for so long ends: some scripts wait for every thread that is alive."""
+
+
+def undisturbed(device: torch.device) -> bool:
+    """Whether no autocast and no transform would change what this thread computes.
+
+    Gradients, compilers, and modes of functions and dispatch are not asked for: `no_grad`, the patch and
+    `recorder.unseen` take them away.
+    """
+    return not torch.is_autocast_enabled(device.type) and torch._C._functorch.peek_interpreter_stack() is None
 
 
 class Job(Generic[Result]):

@@ -21,11 +21,9 @@ from sdpa_repro import dump
 from sdpa_repro.attention import AttentionCall, memory_groups
 from sdpa_repro.capturing import folder
 from sdpa_repro.capturing.aside import Aside, Job
-from sdpa_repro.capturing.recorder import Seen, beside
+from sdpa_repro.capturing.recorder import Judge, Seen, beside
 from sdpa_repro.capturing.records import CallRecord, Options
-from sdpa_repro.replaying.check import LiveCheck
 
-Judge = Callable[[AttentionCall, Tensor], LiveCheck]
 Describe = Callable[[CallRecord, AttentionCall], dict[str, Any]]
 """The keywords of `dump.snapshot` for a call: context, origin, environment, live, preloaded. Asked for while
 the model's own modes are in force."""
@@ -85,7 +83,7 @@ class Keeper:
         if self.kept or record.severity <= best:
             return record
         if viewed_bytes(seen.call, seen.output) <= self.options.max_bytes:
-            self._candidate = Candidate(record, self._document(record, seen.call, seen.output))
+            self._candidate = Candidate(record, self._document(record, seen.call, seen.output, seen.here))
         return record
 
     def ahead(self, record: CallRecord, seen: Seen) -> None:
@@ -136,7 +134,7 @@ class Keeper:
             needed = viewed_bytes(call, output)
         record = replace(record, note=note)
         leaving = self._leaving(needed, first, weaker)
-        return self._save(record, self._document(record, call, output), leaving)
+        return self._save(record, self._document(record, call, output, seen.here), leaving)
 
     def _room(self, leaving: list[Kept]) -> int:
         """Bytes that are left, or will be when some dumps have gone."""
@@ -167,14 +165,14 @@ class Keeper:
             if viewed_bytes(call, seen.output[first:last] if seen.output is not None else None) > room:
                 continue
             output = seen.again(call)
-            if self._judge(call, output).wrong:
+            if self._judge(call, output, seen.here).wrong:
                 rows = f"batch row {first}" if last == first + 1 else f"batch rows {first}-{last - 1}"
                 return call, output, f"{rows} of {batch} alone, to fit into --max-bytes"
         return None
 
-    def _document(self, record: CallRecord, call: AttentionCall, output: Tensor | None) -> dict[str, Any]:
+    def _document(self, record: CallRecord, call: AttentionCall, output: Tensor | None, here: bool) -> dict[str, Any]:
         keywords = self._describe(record, call)
-        return beside(call, lambda: dump.snapshot(call, output, **keywords))
+        return beside(call, lambda: dump.snapshot(call, output, **keywords), here)
 
     def _save(self, record: CallRecord, document: dict[str, Any], leaving: list[Kept]) -> CallRecord:
         """Write the dump, and take those off the disk that leave."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils import _python_dispatch
 
 from sdpa_repro.attention import AttentionCall
-from sdpa_repro.capturing.aside import Aside
+from sdpa_repro.capturing.aside import Aside, undisturbed
 from sdpa_repro.capturing.caller import Callers
 from sdpa_repro.capturing.handlers import hand_on
 from sdpa_repro.capturing.passing import COMPILED, NOT_TENSORS, RECOMPUTED, bind, ends_early, local, reason_to_pass
@@ -33,6 +33,8 @@ from sdpa_repro.replaying.backends import dispatched
 from sdpa_repro.replaying.check import LiveCheck
 
 Result = TypeVar("Result")
+Judge = Callable[[AttentionCall, Tensor, bool], LiveCheck]
+"""The live check of a call and its output; whether the caller's own thread may compute it."""
 
 FAST_PATHS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 """Functions of torch that compute attention without an SDPA call, for modules in eval mode."""
@@ -69,10 +71,21 @@ class Seen:
             return "none (raised)"
         return dispatched(self.call)
 
-    def judged(self, judge: Callable[[AttentionCall, Tensor], LiveCheck]) -> LiveCheck:
+    @cached_property
+    def here(self) -> bool:
+        """Whether the thread that made the call may compute for us: it has its OpenMP pool, and no mode is on."""
+        query = self.call.query
+        if self.output is None or query.device.type != "cpu":
+            return False
+        alone = torch.get_num_threads() == 1
+        if self.kernel == "FLASH_ATTENTION" and not alone and query.numel() and query.shape[0] * query.shape[1] > 1:
+            _RECORDER.pools.started = True  # each of its threads got heads of this call
+        return (alone or getattr(_RECORDER.pools, "started", False)) and undisturbed(query.device)
+
+    def judged(self, judge: Judge) -> LiveCheck:
         """The live check, done once for all sessions that ask."""
         if "live" not in self.__dict__ and self.output is not None:
-            self.__dict__["live"] = judge(self.call, self.output)
+            self.__dict__["live"] = judge(self.call, self.output, self.here)
         live: LiveCheck = self.__dict__["live"]
         return live
 
@@ -136,6 +149,8 @@ class Recorder:
     lock: threading.RLock
     callers: Callers
     aside: Aside
+    pools: threading.local
+    """`started` in threads that are known to have an OpenMP pool."""
     patch: Patch | None = None
     open: tuple[Listener, ...] = ()
     everywhere: tuple[Listener, ...] = ()
@@ -144,7 +159,7 @@ class Recorder:
 _HERE: ContextVar[tuple[Listener, ...]] = ContextVar("sdpa_repro_sessions", default=())
 _INSIDE: ContextVar[bool] = ContextVar("sdpa_repro_inside", default=False)
 """Whether this context is within a recorded call or the recorder's own work: calls are then not seen."""
-_RECORDER = Recorder(threading.RLock(), Callers(), Aside(lambda: _INSIDE.set(True)))
+_RECORDER = Recorder(threading.RLock(), Callers(), Aside(lambda: _INSIDE.set(True)), threading.local())
 
 
 @contextmanager
@@ -191,6 +206,7 @@ def _forked() -> None:
     """In a forked child, where locks that other threads held are never released."""
     _RECORDER.lock = threading.RLock()
     _RECORDER.aside.forked()
+    _RECORDER.pools = threading.local()
     for session in _RECORDER.open:
         if isinstance(session, Forks):
             session.forked()
@@ -327,8 +343,14 @@ def unseen() -> AbstractContextManager[Any]:
     return stack
 
 
-def beside(call: AttentionCall, function: Callable[[], Result]) -> Result:
-    """`function()` computed beside the model: in another thread, without gradients, under none of its modes."""
+def beside(call: AttentionCall, function: Callable[[], Result], here: bool = False) -> Result:
+    """`function()` computed beside the model, without gradients and under none of its modes.
+
+    In another thread, unless this one is known to do as well (`Seen.here`).
+    """
+    if here:
+        with torch.no_grad():
+            return function()
     return _RECORDER.aside.run(function, call.query.device)
 
 

@@ -355,11 +355,11 @@ def capture(
         raise InputError(nothing_seen(session.summary()))
 
 
-def judge(call: AttentionCall, output: Tensor) -> LiveCheck:
-    """The live check of a call under none of the model's modes; its output's dtype tells what autocast did."""
+def judge(call: AttentionCall, output: Tensor, here: bool = False) -> LiveCheck:
+    """The live check of a call under none of the model's modes (`beside`); the output's dtype tells of autocast."""
     plain = replace(call, attn_mask=explicit_mask(call)) if hasattr(call.attn_mask, "variant") else call
     dtype = output.dtype if output.dtype != call.query.dtype else None
-    return beside(call, lambda: check(plain, output, dtype=dtype))
+    return beside(call, lambda: check(plain, output, dtype=dtype), here)
 
 
 def _count(counts: Counter[str], name: str) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sdpa_repro.capturing import Session, capture, recorder
+from sdpa_repro.capturing import Session, capture, recorder, session
 from sdpa_repro.capturing.passing import FLAT
 from sdpa_repro.dump import load
 from sdpa_repro.errors import InputError
+from sdpa_repro.replaying.check import LiveCheck, check
 from tests.calls import make_call
 from tests.capturing.conftest import ORIGINAL
 
@@ -240,6 +241,87 @@ def test_all_threads_can_be_recorded(tmp_path: Path) -> None:
             thread.join()
     assert sorted(call.thread for call in session.calls) == [f"worker {number}" for number in range(4)]
     assert sorted(call.index for call in session.calls) == [0, 1, 2, 3]
+
+
+@pytest.fixture
+def checkers(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The threads in which calls have been checked, in a process whose threads are not known to have a pool."""
+    found: list[threading.Thread] = []
+
+    def noted(*arguments: Any, **words: Any) -> LiveCheck:
+        found.append(threading.current_thread())
+        assert not torch.is_grad_enabled()
+        return check(*arguments, **words)
+
+    monkeypatch.setattr(session, "check", noted)
+    monkeypatch.setattr(recorder._RECORDER, "pools", threading.local())
+    return found
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_check_stays_out_of_a_thread_that_may_have_no_pool_yet(
+    tmp_path: Path, checkers: list[threading.Thread]
+) -> None:
+    with capture(tmp_path):
+        attend(heads=1)
+        with sdpa_kernel(SDPBackend.MATH):
+            attend(heads=2)
+    assert len(checkers) == 2
+    assert threading.current_thread() not in checkers
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_thread_whose_pool_has_computed_a_call_checks_this_one_and_later_ones(
+    tmp_path: Path, checkers: list[threading.Thread]
+) -> None:
+    with capture(tmp_path, keep="all"):
+        attend(heads=2)
+        attend(heads=1)
+    assert checkers == [threading.current_thread()] * 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_the_pool_of_one_thread_says_nothing_of_another(tmp_path: Path, checkers: list[threading.Thread]) -> None:
+    with capture(tmp_path, all_threads=True):
+        attend(heads=2)
+        other = threading.Thread(target=lambda: attend(heads=1))
+        other.start()
+        other.join()
+    assert checkers[0] is threading.current_thread()
+    assert checkers[1] not in (threading.current_thread(), other)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_call_computed_by_one_thread_starts_no_pool(tmp_path: Path, checkers: list[threading.Thread]) -> None:
+    with capture(tmp_path):
+        torch.set_num_threads(1)
+        attend(heads=2)
+        torch.set_num_threads(2)
+        attend(heads=1)
+    assert checkers[0] is threading.current_thread()  # where one thread computes, none is started
+    assert checkers[1] is not threading.current_thread()
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_check_stays_out_of_autocast_and_transforms(tmp_path: Path, checkers: list[threading.Thread]) -> None:
+    def within(numbers: Tensor) -> Tensor:
+        attend()  # of plain tensors
+        return numbers
+
+    with capture(tmp_path):
+        attend()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            attend()
+        torch.vmap(within)(torch.ones(3))
+    assert [thread is threading.current_thread() for thread in checkers] == [True, False, False]
 
 
 def test_tasks_started_inside_the_session_belong_to_it(tmp_path: Path) -> None:
