@@ -30,8 +30,11 @@ def rows() -> list[Row]:
     """Microseconds added to one unaffected call, over the limit, with what CUDA builds of torch 2.13 look for.
 
     CPU time, the least of many short rounds, guarded and not in turns: other programs add to a round, never take.
+    By one thread: others of a pool would wait awake between the calls, more or less of them.
     """
     found = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     for what, call in CASES.items():
         plain, guarded = float("inf"), float("inf")
         guard = Guard([replace(remedy, devices=("cpu",)) for remedy in known_remedies("2.13.0", ("cuda",))])
@@ -44,6 +47,7 @@ def rows() -> list[Row]:
         added = guarded - plain
         detail = f"{added:.1f} µs beside {plain:.1f} µs"
         found.append(Row(f"guard, µs added to an unaffected call ({what}), over {LIMIT:g}", added / LIMIT, 1.0, detail))
+    torch.set_num_threads(threads)
     return found
 
 

@@ -157,7 +157,7 @@ def growth(folder: Path, lengths: tuple[int, ...] = LENGTHS) -> dict[str, dict[i
 def table(found: dict[str, dict[int, Run]]) -> str:
     """The growth as Markdown."""
     lines = [
-        "## How cost grows",
+        "### How cost grows",
         "",
         "1x4xLx64 bf16. Reference and replay: `is_causal`. Reduce and explain: L + 1 rows, one key head expanded to",
         f"four, a bool mask, pytorch#191937 planted, `--budget {BUDGET}` (where the budget ends them, what is known by",
