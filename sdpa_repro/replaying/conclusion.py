@@ -15,6 +15,9 @@ from sdpa_repro.visibility import ranges
 LISTED_STRETCHES = 4
 """Stretches of indices written out in a sentence; more become a count."""
 
+NARROW = "float8"
+"""How dtypes begin that hardly any kernel takes."""
+
 EXIT_STATUS = {
     Verdict.HEALTHY: 0,
     Verdict.BACKEND_WRONG: 1,
@@ -92,6 +95,9 @@ def conclude(
     if eager is not None and eager.wrong and not (undecided and eager.status is Status.ERROR):
         sentence = describe(eager, "eager (matmul, softmax, matmul)", batches, heads)
         return Conclusion(Verdict.EAGER_WRONG, (eager.backend,), sentence + _right_ones(cells))
+    if cells and cells[0].dtype.startswith(NARROW) and all(cell.status is Status.DECLINED for cell in cells):
+        verdict = Verdict.UNREPRODUCIBLE if live.wrong else Verdict.HEALTHY
+        return Conclusion(verdict, (), _not_taken(cells[0].dtype, live, device_type))
     if live.wrong:
         return Conclusion(Verdict.UNREPRODUCIBLE, (), _clean_but_seen(live, by_name, device_type))
     if undecided:
@@ -215,6 +221,15 @@ def _invalid(maths: Cell, cells: Iterable[Cell]) -> str:
     accepts = sorted({cell.kernel for cell in kernels if cell.status not in (Status.ERROR, Status.DECLINED)})
     also = f"; {_and(accepts)} accept{'s' if len(accepts) == 1 else ''} it" if accepts else ""
     return f"not a valid call: MATH rejects it ({maths.reason}){also}"
+
+
+def _not_taken(dtype: str, live: Live, device_type: str) -> str:
+    """No backend computes in the captured dtype on this device: nothing is known, and nobody is to blame."""
+    seen = "" if not live.wrong else f"raised live ({live.raised}); " if live.raised else "wrong live; "
+    where = f"replay it on the {live.device_type} machine where it ran" if live.device_type != device_type else ""
+    values = "see what these values give in another dtype (replay --dtype bfloat16)"
+    hint = f"{where}, or {values}" if where else values
+    return f"{seen}nothing could be judged: no backend on this {device_type} takes {dtype} queries; {hint}"
 
 
 def _clean_but_seen(live: Live, by_name: Mapping[str, Cell], device_type: str) -> str:

@@ -37,7 +37,7 @@ from sdpa_repro.replaying.backends import (
     run_in_blocks,
 )
 from sdpa_repro.replaying.eager import is_emulated
-from sdpa_repro.replaying.variants import recast
+from sdpa_repro.replaying.variants import is_narrow, recast
 from sdpa_repro.switches import DTYPES, restored
 
 SLOW_SECONDS = 10.0
@@ -47,6 +47,9 @@ BLOCKS_SHARE = 0.7
 """Share of a cell's time that measuring noise on blocks may take; without it the cell would end as a timeout."""
 
 CUDA_ERROR = re.compile(r"CUDA error|HIP error|CUBLAS_STATUS|CUDNN_STATUS_EXECUTION|device-side assert|illegal memory")
+NO_NARROW_KERNEL = re.compile(r"Float8|not (implemented|supported)")
+"""In an exception about a call in float8: the operation has no kernel for it on this device."""
+
 CAN_BE_BLOCKED = (Backend.MATH, Backend.EAGER)
 
 
@@ -241,6 +244,8 @@ def _guarded(call: AttentionCall, backend: Backend) -> Tensor:
         _check_context(call)
         if CUDA_ERROR.search(str(error)) or type(error).__name__ == "AcceleratorError":
             raise ContextLost(first_line(error)) from error
+        if is_narrow(call.query) and NO_NARROW_KERNEL.search(str(error)):
+            raise Declined(first_line(error)) from error
         raise KernelError(f"{type(error).__name__}: {first_line(error)}") from error
 
 

@@ -21,6 +21,11 @@ def recast(call: AttentionCall, dtype: torch.dtype | None = None) -> AttentionCa
     return replace(rebuild(replace(call, attn_mask=None), dtype=dtype), attn_mask=mask)
 
 
+def is_narrow(tensor: Tensor) -> bool:
+    """Whether a tensor is float8, which most of PyTorch's operations do not take and few kernels compute in."""
+    return tensor.dtype.is_floating_point and tensor.element_size() == 1
+
+
 def explicit_mask(call: AttentionCall, first: int = 0, last: int | None = None) -> Tensor | None:
     """The mask of query rows [first, last) with `is_causal` (top-left aligned) and `CausalBias` written out."""
     rows, keys = call.query.shape[-2], call.key.shape[-2]

@@ -228,3 +228,38 @@ def test_a_hang_is_told_with_the_time_that_it_was_waited_for_in_full() -> None:
     found = judge(table(default=default, FLASH_ATTENTION={"status": Status.TIMEOUT, "reason": "no result after 10 s"}))
     assert found.guilty == ("FLASH_ATTENTION",)
     assert found.sentence == "FLASH_ATTENTION hangs: no result after 120 s"
+
+
+def not_taken(dtype: str = "float8_e4m3fn") -> list[Cell]:
+    return [Cell(backend.value, dtype, Status.DECLINED, "not implemented") for backend in Backend]
+
+
+def test_a_dtype_that_no_backend_takes_is_nobody_s_failure() -> None:
+    found = judge(not_taken(), Live("FLASH_ATTENTION", "cuda", False))
+    assert (found.verdict, found.guilty, found.exit_status) == (Verdict.HEALTHY, (), 0)
+    assert found.sentence == (
+        "nothing could be judged: no backend on this cpu takes float8_e4m3fn queries; replay it on the cuda machine "
+        "where it ran, or see what these values give in another dtype (replay --dtype bfloat16)"
+    )
+
+
+def test_where_it_ran_there_is_no_other_machine_to_go_to() -> None:
+    assert judge(not_taken("float8_e5m2"), Live(None, "cpu", None)).sentence == (
+        "nothing could be judged: no backend on this cpu takes float8_e5m2 queries; see what these values give in "
+        "another dtype (replay --dtype bfloat16)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"), [("", "wrong live; "), ("RuntimeError: x", "raised live (RuntimeError: x); ")]
+)
+def test_a_dtype_that_no_backend_takes_is_not_clean_where_it_was_wrong_live(raised: str, said: str) -> None:
+    found = judge(not_taken(), Live("FLASH_ATTENTION", "cuda", True, raised=raised))
+    assert (found.verdict, found.exit_status) == (Verdict.UNREPRODUCIBLE, 3)
+    assert found.sentence.startswith(f"{said}nothing could be judged: no backend on this cpu takes float8_e4m3fn")
+    assert "clean" not in found.sentence
+
+
+def test_a_backend_that_takes_float8_is_judged_as_any_other() -> None:
+    cells = [Cell("default", "float8_e4m3fn", Status.AGREES, chosen="CUDNN_ATTENTION"), *not_taken()[1:]]
+    assert judge(cells, device="cuda").sentence.startswith("clean on this cuda: CUDNN_ATTENTION agrees with float64")
