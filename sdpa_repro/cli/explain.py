@@ -25,9 +25,10 @@ BUDGET = 300.0
     epilog=epilog(
         {
             0: "the call does not fail here",
-            1: "it fails, and was explained as far as possible",
+            1: "it fails, or a shorter call for want of time; explained as far as possible",
+            2: "bad usage or bad input, or a budget too small for an answer",
             3: "wrong live but clean here",
-            130: "interrupted, or out of time before there was an answer; what was known by then is printed",
+            130: "interrupted; what was known by then is printed",
         },
         "sdpa-repro explain dumps/L05-self_attn-call5-289x289.pt",
         "torchrun --nproc-per-node 8 -m sdpa_repro explain x.pt    lengths split over 8 GPUs",
@@ -81,7 +82,7 @@ def _print(result: Explanation, preload: tuple[Path, ...]) -> None:
     output.answer(output.clean(answer(result)))
     if result.backend is not None:
         output.line()
-        output.line(output.clean(f"seen: {result.replay.sentence}"))
+        output.line(output.clean(f"seen: {result.seen}"))
         print_sections(result)
     again: list[object] = [word for path in preload for word in ("--preload", path)]
     output.next_command(output.shell("sdpa-repro", *next_words(result, again)))
@@ -109,7 +110,8 @@ def limits(result: Explanation) -> list[str]:
         said.append("an exception is not explained further")
     if result.stand_in is not None:
         rows, keys = result.stand_in
-        said.append(f"explained at L = {rows}, S = {keys}, where it fails in the same way, for want of time")
+        alike = ", where it fails in the same way" if result.judged else ""
+        said.append(f"explained at L = {rows}, S = {keys}{alike}, for want of time")
     missing = f"left out: {', '.join(result.left_out)}" if result.left_out else ""
     said += [text for text in ("" if result.complete else "stopped before the end", missing) if text]
     return said
@@ -161,5 +163,7 @@ def next_words(result: Explanation, again: list[object]) -> list[object]:
     """The words that carry on from here; `again` repeats the preloads for verbs that run the call."""
     from sdpa_repro.cli import VERBS
 
+    if result.larger_budget is not None:
+        return ["explain", result.path, "--budget", result.larger_budget, *again]
     verb = next((verb for verb in ("issue", "reduce") if verb in VERBS), None)
     return [verb, result.path, *again] if verb and result.backend is not None else ["show", result.path]

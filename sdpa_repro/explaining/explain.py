@@ -22,12 +22,20 @@ from sdpa_repro.explaining.assisting import Helpers, Plan
 from sdpa_repro.explaining.conditions import conditions
 from sdpa_repro.explaining.confirming import confirmed
 from sdpa_repro.explaining.explanation import Explanation
-from sdpa_repro.explaining.hurried import LATER, replay_within
+from sdpa_repro.explaining.hurried import LATER, replay_within, unjudged
 from sdpa_repro.explaining.hypotheses import Hypothesis, hypothesis
 from sdpa_repro.explaining.length_rule import LengthRule, length_rule
 from sdpa_repro.explaining.pacing import Budget, OutOfTimeError, Pace, work_of
 from sdpa_repro.explaining.poison import Poison, poison, poison_isolated
-from sdpa_repro.explaining.stand_in import StandIn, conditions_at, hypothesis_at, poison_at, rule_for, stand_in
+from sdpa_repro.explaining.stand_in import (
+    StandIn,
+    conditions_at,
+    hypothesis_at,
+    poison_at,
+    replayed_shorter,
+    rule_for,
+    stand_in,
+)
 from sdpa_repro.replaying.backends import Backend
 from sdpa_repro.replaying.cells import Cell
 from sdpa_repro.replaying.interrupts import interrupts
@@ -102,14 +110,22 @@ def _explain(
         result, left_out = replay_within(
             path, time_given, device=device, backend=backend, preload=preload, progress=progress
         )
-    chosen = suspect(result, backend)
+    chosen, place = suspect(result, backend), None
+    judged = chosen is not None or not unjudged(left_out)
+    if not judged:
+        say("there is no time to judge the call: looking for a shorter one that fails")
+        place, result = replayed_shorter(
+            result, time_given, lambda one: suspect(one, backend) is not None, preload=preload, progress=progress
+        )
+        chosen = suspect(result, backend)
     if chosen is None:
         seconds = time.monotonic() - time_given.start
-        return Explanation(Path(path), None, result, seconds=seconds, complete=not left_out, left_out=left_out)
+        left: dict[str, Any] = {"complete": not left_out, "left_out": left_out, "judged": judged}
+        return Explanation(Path(path), None, result, seconds=seconds, **left)
     dump = load(path, result.device)
     if any(cell.status is Status.ERROR for cell in _wrong_cells(result, chosen)):
         parts = ()  # trials take an exception for a refused call
-    work = _Work(dump, chosen, result, tuple(preload), Pace(time_given), throttled(say), dump.context)
+    work = _Work(dump, chosen, result, tuple(preload), Pace(time_given), throttled(say), dump.context, place, judged)
     if not work.crashes:
         environment.preload([Path(file) for file in preload])
     found: dict[str, Any] = {}
@@ -132,7 +148,7 @@ def _explain(
                 say(f"explaining: {part.replace('_', ' ')}")
                 found[part] = steps[part]()
                 complete &= getattr(found[part], "complete", True)
-            if work.shorter is not None and found.get("conditions") is not None:
+            if judged and work.shorter is not None and found.get("conditions") is not None:
                 say("trying the workarounds on the call itself")
                 right = {cell.backend for cell in result.cells if cell.status is Status.AGREES}
                 whole = prepared(dump, None)
@@ -151,6 +167,7 @@ def _explain(
         seconds=time.monotonic() - time_given.start,
         complete=complete,
         interrupted=bool(pressed),
+        judged=judged,
         stand_in=None if place is None else (place.rows, place.keys),
         left_out=(*left_out, *missing),
     )
@@ -225,6 +242,8 @@ class _Work:
     context: Mapping[str, Any]
     shorter: StandIn | None = None
     """What is explained in place of the dumped call, for want of time."""
+    judged: bool = True
+    """Whether the dumped call was seen to fail; else the replay is that of the shorter one."""
 
     @property
     def late(self) -> bool:
@@ -269,7 +288,7 @@ class _Work:
 def _shortened(work: _Work, trial_for: TrialFor) -> _Work:
     """The work on a shorter call, where the time does not last for trials of the dumped one and another one fails."""
     cells = _wrong_cells(work.replay, work.backend)
-    if work.pace.budget.seconds is None or work.late or not cells:
+    if work.pace.budget.seconds is None or work.late or not cells or work.shorter is not None:
         return work
     call = work.call
     work.pace.learn(work_of(call), 2 * max(cell.seconds or 0.0 for cell in cells))  # checking takes as long again
@@ -335,7 +354,7 @@ def _length_rule(
     work: _Work, trial_for: TrialFor, lengths: tuple[int, int] | None, seed: int, helpers: Helpers
 ) -> LengthRule:
     low, high = lengths or (1, None)
-    work = work if lengths is None else replace(work, shorter=None)
+    work = work if lengths is None or not work.judged else replace(work, shorter=None)
     place = work.shorter
     made = None if place is None else (place.rows, place.keys, place.mask)
     plan = Plan(work.backend, work.replay.device, work.context, work.crashes, made)
@@ -349,10 +368,12 @@ def _length_rule(
         seed=seed,
     )
     whole = work.dump.call
-    return found if place is None else rule_for(found, whole.query.shape[-2], whole.key.shape[-2])
+    return found if place is None or not work.judged else rule_for(found, whole.query.shape[-2], whole.key.shape[-2])
 
 
 def _poison(work: _Work, trial_for: TrialFor) -> Poison:
+    if work.crashes and not work.judged:
+        return Poison(None, "not tested: there is no time to run the call itself")
     if work.crashes:
         path, left = work.dump.path or work.replay.path, max(LEAST_TIMEOUT, work.pace.budget.left)
         return poison_isolated(

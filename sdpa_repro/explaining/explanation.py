@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,13 +15,18 @@ from sdpa_repro.explaining.hypotheses import Hypothesis
 from sdpa_repro.explaining.length_result import LengthRule
 from sdpa_repro.explaining.poison import Poison
 from sdpa_repro.known_issues import Match
-from sdpa_repro.replaying.backends import Backend
 from sdpa_repro.replaying.cells import SWALLOWED
 from sdpa_repro.replaying.replay import Replay
 from sdpa_repro.replaying.verdict import Status
 
 STOPPED = 130
-"""Exit status of a run that ended before there was an answer."""
+"""Exit status of a run that was interrupted."""
+
+TOO_LITTLE = 2
+"""Exit status when the budget was too small for an answer."""
+
+MORE = 4
+"""A budget of so many times what was spent in vain is proposed."""
 
 FAILS: Mapping[Status | None, str] = MappingProxyType(
     {Status.CRASHED: "crashes", Status.TIMEOUT: "hangs", Status.NONFINITE: "gives NaN or Inf"}
@@ -38,6 +44,7 @@ class Explanation:
     path: Path
     backend: str | None
     replay: Replay
+    """Of the shorter call where `judged` is False and there is one."""
     conditions: Conditions | None = None
     hypothesis: Hypothesis | None = None
     length_rule: LengthRule | None = None
@@ -48,17 +55,22 @@ class Explanation:
     """Whether Ctrl-C cut it short."""
     stand_in: tuple[int, int] | None = None
     """L and S of the shorter call, failing in the same way, that was explained for want of time."""
+    judged: bool = True
+    """Whether it was seen that the dumped call itself fails, or does not."""
     left_out: tuple[str, ...] = ()
     """Backends of the replay, then parts, that there was no time for."""
 
     @property
     def exit_status(self) -> int:
-        """That of the replay; 130 after Ctrl-C, or when time ran out before it was seen whether the call fails."""
-        return STOPPED if self.interrupted or self._undecided else self.replay.exit_status
+        """That of the replay; 130 after Ctrl-C; 2 when time ran out before any call like it was seen to fail."""
+        if self.interrupted:
+            return STOPPED
+        return TOO_LITTLE if self.larger_budget and self.backend is None else self.replay.exit_status
 
     @property
-    def _undecided(self) -> bool:
-        return self.backend is None and Backend.DEFAULT.value in self.left_out
+    def larger_budget(self) -> int | None:
+        """Seconds to try next, when those given were too few to judge the dumped call; else None."""
+        return None if self.judged else 10 * ceil(MORE * self.seconds / 10)
 
     @property
     def known(self) -> tuple[Match, ...]:
@@ -68,8 +80,26 @@ class Explanation:
     @property
     def cause(self) -> str:
         """One sentence: what the backend does, and for which lengths; what is not known is not said."""
-        if self._undecided:
-            return NO_ANSWER
+        if self.backend is None and not self.judged:
+            return f"{NO_ANSWER}, such as --budget {self.larger_budget}"
+        return f"{self._cause}{self._elsewhere}"
+
+    @property
+    def seen(self) -> str:
+        """What the replay saw."""
+        return f"{self.replay.sentence}{self._elsewhere}"
+
+    @property
+    def _elsewhere(self) -> str:
+        """That it was not seen on the dumped call, where that is so."""
+        if self.judged or self.stand_in is None:
+            return ""
+        rows, keys = self.stand_in
+        return f"; seen on a shorter call (L = {rows}, S = {keys}), since this one did not come to an end in time"
+
+    @property
+    def _cause(self) -> str:
+        """The cause, of the call that was replayed."""
         if self.backend is None:
             missing = f"; {LATER}: {', '.join(self.left_out)}" if self.left_out else ""
             return self.replay.sentence + missing
@@ -109,6 +139,7 @@ class Explanation:
             "replay": self.replay.document(),
             "seconds": self.seconds,
             "complete": self.complete,
+            "judged": self.judged,
             "stand_in": None if self.stand_in is None else list(self.stand_in),
             "left_out": list(self.left_out),
             "preloaded": [dict(record) for record in self.replay.preloaded],

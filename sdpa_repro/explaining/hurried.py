@@ -7,6 +7,7 @@ are run on the rows that need their noise alone, and the kernel that the default
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from sdpa_repro.attention import AttentionCall
 from sdpa_repro.dump import load
 from sdpa_repro.explaining.pacing import Budget, work_of
 from sdpa_repro.replaying.backends import Backend
+from sdpa_repro.replaying.comparable import LATE
 from sdpa_repro.replaying.replay import Replay, replay
 from sdpa_repro.replaying.table import NOISE, choose_device
 from sdpa_repro.replaying.worker import Outcome, Worker
@@ -33,12 +35,18 @@ FAST = 1e12
 LEAST = 5.0
 """Seconds that a cell gets at least: a call that is over sooner is judged whatever the budget is."""
 
+RESERVE_SHARE, RESERVE = 0.4, 10.0
+"""What a long call leaves of the budget, as a share and in seconds at most: for a shorter one in its place."""
+
 HANGS = 30.0
 """Seconds, fewer in a short budget, or 20 times what MATH is expected to take, after which a kernel hangs."""
 
 LATER = "left out for want of time"
+REFERENCE = "reference"
+"""What is named among the cells that were left out when the float64 reference did not come to its end."""
+
 NO_ANSWER = "no answer: the call did not come to an end in this time; give a larger budget"
-"""Of a call that the default path did not get through."""
+"""Of a call that the default path, or the reference, did not get through."""
 
 
 def replay_within(
@@ -53,7 +61,8 @@ def replay_within(
 ) -> tuple[Replay, tuple[str, ...]]:
     """A replay of the captured dtype, and the names of the cells that the budget left no room for.
 
-    backend: the one that was asked for, which is always run. Raises InputError as `replay` does.
+    backend: the one that was asked for, which is always run. Where `unjudged` is True of what was left out, nothing
+    is known about the call, and a part of the budget is still there. Raises InputError as `replay` does.
     """
     words: dict[str, Any] = {"device": device, "dtypes": ("captured",), "runs": 1, "timeout": timeout}
     if budget.seconds is None:
@@ -62,8 +71,15 @@ def replay_within(
     worker = Hurried(dump.call, budget, backend, preload, choose_device(dump, device).type)
     del dump
     with worker:
-        found = replay(path, **words, worker=worker, progress=progress)
+        found = replay(path, **words, worker=worker, progress=progress, deadline=worker.deadline)
+    if any(cell.reason == LATE for cell in found.cells):
+        worker.left_out.append(REFERENCE)
     return found, tuple(worker.left_out)
+
+
+def unjudged(left_out: Sequence[str]) -> bool:
+    """Whether what was left out of a replay leaves it open whether the call fails."""
+    return Backend.DEFAULT.value in left_out or REFERENCE in left_out
 
 
 class Hurried(Worker):
@@ -84,7 +100,11 @@ class Hurried(Worker):
         self._budget, self._asked = budget, asked
         expected = work_of(call) / RATE.get(device_type, FAST)
         self._in_full = len(NOISE) * expected <= max(QUICK, FULL_SHARE * (budget.seconds or math.inf))
-        self._hangs = max(min(HANGS, (budget.seconds or math.inf) / 6), LEAST, 20 * expected)
+        seconds = budget.seconds or math.inf
+        for_it = max(HANGS, seconds) if self._in_full else max(LEAST, seconds - min(RESERVE, RESERVE_SHARE * seconds))
+        self.deadline = budget.start + for_it
+        """When the reference, and the first cells of a long call, have to be over."""
+        self._hangs = max(min(HANGS, seconds / 6), LEAST, 20 * expected)
         self._took: str | None = None
         self._failed: set[Backend] = set()
         super().__init__(preload)
@@ -101,12 +121,13 @@ class Hurried(Worker):
                 return Outcome("declined", LATER, {"blocks": True})
             job = {**job, "blocks": LATER}
         limit = min(timeout, self._hangs)
-        room = limit if backend in self._failed else min(limit, self._room(backend))
         if self._is_known(backend):
             return Outcome("declined", f"{LATER}: the default path took it")
-        if room <= 0:
+        if self._room(backend, limit) <= 0:
             self._leave_out(backend)
             return Outcome("declined", LATER)
+        self.wait()  # the seconds in which a process starts are the budget's too
+        room = max(QUICK, self._room(backend, limit))
         outcome = super().request(job, room)
         if backend is Backend.DEFAULT:
             self._took = outcome.answer.get("chosen")
@@ -124,9 +145,15 @@ class Hurried(Worker):
     def _is_known(self, backend: Backend) -> bool:
         return not self._in_full and backend.value == self._took and backend.value != self._asked
 
-    def _room(self, backend: Backend) -> float:
-        """Seconds that a cell may take: the first ones, and quick ones, a little more than there are."""
-        left = self._budget.left
-        if backend is Backend.DEFAULT or backend in NOISE or backend.value == self._asked or self._in_full:
-            return max(LEAST, left + 2 * self._budget.slack)
-        return left
+    def _room(self, backend: Backend, limit: float) -> float:
+        """Seconds that a cell may take, `limit` at most: those until the deadline, and some in any case for the first.
+
+        Quick cells, and noise, without which nothing is judged, get a little more than the budget.
+        """
+        if backend in self._failed:  # the second time decides, and is given as long as the first
+            return limit
+        if self._in_full or backend in NOISE:
+            return min(limit, max(LEAST, self._budget.left + 2 * self._budget.slack))
+        left = self.deadline - time.monotonic()
+        first = backend is Backend.DEFAULT or backend.value == self._asked
+        return min(limit, max(LEAST, left) if first else left)

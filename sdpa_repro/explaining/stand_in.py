@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from sdpa_repro.attention import AttentionCall
-from sdpa_repro.errors import InputError
+from sdpa_repro.dump import load, save, snapshot
 from sdpa_repro.explaining.answers import Conditions
+from sdpa_repro.explaining.conditions import CANNOT_BE_MADE
 from sdpa_repro.explaining.hypotheses import Hypothesis
 from sdpa_repro.explaining.length_result import LengthRule
 from sdpa_repro.explaining.lengths import resizer
+from sdpa_repro.explaining.pacing import Budget
 from sdpa_repro.explaining.poison import Poison
+from sdpa_repro.replaying.jobs import prepared
+from sdpa_repro.replaying.replay import Replay, replay
 from sdpa_repro.replaying.trial import Trial
 from sdpa_repro.replaying.verdict import Status
+from sdpa_repro.replaying.worker import Worker
 
 PERIODS = (256, 512, 1024, 2048)
 """Lengths are shortened by multiples of these, so that every tile of a power of two is as full as it was."""
 
 MASKS = ("distinct", "kept")
 """The masks that it may have, as in `lengths.with_lengths`."""
+
+CELL_SECONDS = 10.0
+"""Seconds after which a backend hangs on a call this short."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +53,53 @@ def stand_in(call: AttentionCall, trial: Trial, status: Status) -> StandIn | Non
 
     `trial` may raise OutOfTimeError, which is passed on.
     """
+    for place in shorter_calls(call):
+        try:
+            result = trial(place.call)
+        except CANNOT_BE_MADE:
+            continue
+        if result.fails and status in (result.status, Status.UNSTABLE):
+            return place
+    return None
+
+
+def replayed_shorter(
+    seen: Replay,
+    budget: Budget,
+    fails: Callable[[Replay], bool],
+    *,
+    preload: Sequence[str | Path] = (),
+    progress: Callable[[str], None] | None = None,
+) -> tuple[StandIn | None, Replay]:
+    """The first of the same few calls whose replay fails, and that replay, as one of the dump that `seen` is about.
+
+    For a call that there was no time to judge. None, and `seen` itself, when none of them fails before the budget ends.
+    """
+    dump = load(seen.path, seen.device)
+    words: dict[str, Any] = {"device": seen.device, "dtypes": ("captured",), "runs": 1, "timeout": CELL_SECONDS}
+    with tempfile.TemporaryDirectory(prefix="sdpa-repro-") as folder, Worker(preload) as worker:
+        for number, place in enumerate(shorter_calls(prepared(dump, None))):
+            if budget.left < 0:
+                break
+            short = Path(folder) / f"{number}.pt"  # a worker keeps the last dump by its name
+            save(snapshot(place.call, context=dump.context), short)
+            found = replay(short, **words, worker=worker, progress=progress)
+            if fails(found):
+                return place, replace(found, path=seen.path)
+    return None, seen
+
+
+def shorter_calls(call: AttentionCall) -> Iterator[StandIn]:
+    """Calls of the same kind and residues of the lengths: the shortest first, and all with distinct mask rows first."""
     sizes = list(_shorter(call.query.shape[-2], call.key.shape[-2]))
     for mask in MASKS if sizes else ():
         resize = resizer(call, mask=mask)
         for rows, keys in sizes:
             try:
                 made = resize(rows, keys)
-                result = trial(made)
-            except (InputError, RuntimeError, ValueError):
+            except CANNOT_BE_MADE:
                 continue
-            if result.fails and status in (result.status, Status.UNSTABLE):
-                return StandIn(made, rows, keys, mask)
-    return None
+            yield StandIn(made, rows, keys, mask)
 
 
 def _shorter(rows: int, keys: int) -> Iterator[tuple[int, int]]:

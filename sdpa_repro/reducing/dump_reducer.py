@@ -13,9 +13,10 @@ from sdpa_repro.attention import AttentionCall
 from sdpa_repro.dump import Dump, load, save, snapshot
 from sdpa_repro.errors import InputError
 from sdpa_repro.explaining.explain import suspect
-from sdpa_repro.explaining.explanation import STOPPED
-from sdpa_repro.explaining.hurried import LATER, NO_ANSWER, replay_within
+from sdpa_repro.explaining.explanation import STOPPED, TOO_LITTLE
+from sdpa_repro.explaining.hurried import LATER, NO_ANSWER, replay_within, unjudged
 from sdpa_repro.explaining.pacing import Budget, Pace, work_of
+from sdpa_repro.explaining.stand_in import replayed_shorter
 from sdpa_repro.recipe import to_document
 from sdpa_repro.reducing.reduction import Reduction, check_freeze, reduce
 from sdpa_repro.replaying.backends import Backend
@@ -54,13 +55,13 @@ class ReducedDump:
     proven: bool = False
     """Whether the file's call failed in the same way in a fresh process."""
     left_out: tuple[str, ...] = ()
-    """Backends that there was no time for in the replay."""
+    """Backends that there was no time for in the replay; see `hurried.unjudged`."""
 
     @property
     def exit_status(self) -> int:
-        """1 a minimum was written, 3 it does not fail when read back, else that of the replay."""
-        if self.reduction is None and Backend.DEFAULT.value in self.left_out:
-            return STOPPED
+        """1 a minimum was written, 2 the budget was too small, 3 not when read back, else that of the replay."""
+        if self.reduction is None and unjudged(self.left_out):
+            return TOO_LITTLE
         if self.reduction is None:
             return self.replay.exit_status if self.replay.verdict is not Verdict.BACKEND_WRONG else 0
         if self.reduction.stopped == "interrupted":
@@ -71,7 +72,7 @@ class ReducedDump:
     def sentence(self) -> str:
         """The answer in one line."""
         found = self.reduction
-        if found is None and Backend.DEFAULT.value in self.left_out:
+        if found is None and unjudged(self.left_out):
             return NO_ANSWER
         if found is None and self.left_out:
             return f"there is nothing to reduce: {self.replay.sentence}; {LATER}: {', '.join(self.left_out)}"
@@ -86,7 +87,8 @@ class ReducedDump:
             "time": " (out of time: maybe not the smallest)",
             "interrupted": " (interrupted)",
         }
-        return f"{size} at {found.shape}: {self.backend} {_what(found)}{stopped[found.stopped]}"
+        shorter = "; the dumped call itself did not come to an end in this time" if unjudged(self.left_out) else ""
+        return f"{size} at {found.shape}: {self.backend} {_what(found)}{stopped[found.stopped]}{shorter}"
 
     def document(self) -> dict[str, Any]:
         """As plain JSON types; the keys are stable (DESIGN section 9)."""
@@ -133,9 +135,9 @@ def reduce_dump(
     """Reduce the failure of `backend` (default: the one that replay finds guilty) and write it to `output`.
 
     output: default `x.min.pt` beside `x.pt`. budget: seconds for replay and search together, of which the search gets
-    a fifth at least; the best call so far is kept, on Ctrl-C too. preload: Python files run in every process before the
-    first call, this one included. replayed: a replay of the captured dtype made before. freeze and seed: see
-    `reduction.reduce`.
+    a fifth at least; the best call so far is kept, on Ctrl-C too. Where there is no time to judge the call itself, a
+    shorter one that fails is reduced. preload: Python files run in every process before the first call, this one
+    included. replayed: a replay of the captured dtype made before. freeze and seed: see `reduction.reduce`.
     Raises InputError for a bad dump or option, and when the file cannot be written.
     """
     path = Path(path)
@@ -150,7 +152,13 @@ def reduce_dump(
         result, left_out = replay_within(
             path, given, device=device, backend=backend, preload=preload, timeout=TIMEOUT, progress=progress
         )
-    chosen = suspect(result, backend)
+    chosen, place = suspect(result, backend), None
+    if chosen is None and unjudged(left_out):
+        say("there is no time to judge the call: looking for a shorter one that fails")
+        place, result = replayed_shorter(
+            result, given, lambda one: suspect(one, backend) is not None, preload=preload, progress=progress
+        )
+        chosen = suspect(result, backend)
     if result.verdict is Verdict.INVALID_CALL:
         raise InputError(f"there is nothing to reduce: {result.sentence}")
     if chosen is None:
@@ -160,9 +168,9 @@ def reduce_dump(
     say(f"reducing the failure of {chosen.value}")
     if budget is not None:
         given = Budget(max(given.left, SEARCH_SHARE * budget))
-    call = prepared(dump, None)
+    call = prepared(dump, None) if place is None else place.call
     first, pace = _told(result, chosen, call, given)
-    with _trial(dump, chosen, result, preload, alone=first is None) as trial:
+    with _trial(dump, call, chosen, result, preload, alone=first is None) as trial:
         trial = trial if first is None else pace.trial(trial)
         words: dict[str, Any] = {"deadline": given.deadline, "freeze": freeze, "seed": seed, "progress": progress}
         found = reduce(call, trial, first=first, **words)
@@ -170,7 +178,7 @@ def reduce_dump(
     say("running the reduced call in a fresh process")
     same = first is not None and found.result is found.first  # the replay read this very call in a fresh process
     proven = same or _fails_when_read(target, found, chosen, dump, result.device, preload)
-    return ReducedDump(path, result, chosen.value, found, target, proven)
+    return ReducedDump(path, result, chosen.value, found, target, proven, left_out)
 
 
 def _check(path: Path, target: Path) -> None:
@@ -198,9 +206,9 @@ def _told(result: Replay, backend: Backend, call: AttentionCall, given: Budget) 
 
 @contextmanager
 def _trial(
-    dump: Dump, backend: Backend, result: Replay, preload: Sequence[str | Path], *, alone: bool
+    dump: Dump, call: AttentionCall, backend: Backend, result: Replay, preload: Sequence[str | Path], *, alone: bool
 ) -> Iterator[Trial]:
-    """Trials of the backend: in this process, or in workers where it crashes or hangs.
+    """Trials of the backend, for `call` and smaller ones: in this process, or in workers where it crashes or hangs.
 
     alone: on one thread if the failure does not need more, since the calls get small; that takes a trial.
     """
@@ -210,7 +218,7 @@ def _trial(
         timeout = HANG if Status.TIMEOUT in statuses else TIMEOUT
         with isolated(backend, dump.context, preload=preload, timeout=timeout) as trial:
             yield trial
-    elif alone and in_process(backend, context)(prepared(dump, None)).fails:
+    elif alone and in_process(backend, context)(call).fails:
         yield in_process(backend, context)
     else:
         yield in_process(backend, dump.context)

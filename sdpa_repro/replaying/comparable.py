@@ -3,7 +3,7 @@ that can be compared with the captured one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,10 +14,13 @@ from sdpa_repro.dump import Dump, load
 from sdpa_repro.errors import InputError
 from sdpa_repro.replaying.backends import first_line
 from sdpa_repro.replaying.reference import Reference, reference
-from sdpa_repro.replaying.variants import recast
+from sdpa_repro.replaying.variants import is_narrow, recast
 from sdpa_repro.switches import DTYPES, dtype_name
 
 POISONED = "can see NaN or Inf in masked-out positions, where backends differ legitimately"
+
+LATE = "no reference: there was no time for it"
+"""Why nothing is judged after a reference that was stopped."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,24 @@ class Values:
         return "every query row is fully masked" if self.reference.live.numel() else "the output is empty"
 
 
-def values_of(dump: Dump, dtype: str, device: torch.device, captured: Values | None) -> Values:
+def values_of(
+    dump: Dump,
+    dtype: str,
+    device: torch.device,
+    captured: Values | None,
+    late: Callable[[], bool] | None = None,
+) -> Values:
     """Cast the dump's call to `dtype` ("captured": as it is, or as autocast casts it) and compute its reference.
 
     The reference runs on `device` when the tensors fit there. `captured`, from an earlier call of this function,
-    is reused where the cast changes no value.
+    is reused where the cast changes no value. `late`: whether the reference is to be stopped, as in `reference`.
     """
     if captured is None:
         call = replace(_placed(dump, device), dropout_p=0.0)
         cast = recorded_autocast(dump)
         if cast is not None:
             call = recast(call, cast)
-        values = _with_reference(call)
+        values = _with_reference(call, late)
         notes = [] if cast is None else [f"autocast to {dtype_name(cast)} as recorded: judged in that dtype"]
         return replace(values, notes=(*notes, *_left_out(values.reference)))
     base = replace(_placed(dump, device), dropout_p=0.0)
@@ -67,7 +76,7 @@ def values_of(dump: Dump, dtype: str, device: torch.device, captured: Values | N
         return Values(call, not_comparable=broken)
     if same_values(captured.call, call):
         return replace(captured, call=call, notes=())
-    values = _with_reference(call)
+    values = _with_reference(call, late)
     if captured.reference is not None and values.reference is not None:
         changed = int((captured.reference.live != values.reference.live).sum())
         if changed:
@@ -97,11 +106,14 @@ def _placed(dump: Dump, device: torch.device) -> AttentionCall:
         return dump.call
 
 
-def _with_reference(call: AttentionCall) -> Values:
+def _with_reference(call: AttentionCall, late: Callable[[], bool] | None) -> Values:
     if not call.query.dtype.is_floating_point:
         return Values(call, why=f"no reference: query is {dtype_name(call.query.dtype)}")
     try:
-        return Values(call, reference(call))
+        wide = recast(call, torch.float64) if any(map(is_narrow, (call.query, call.key, call.value))) else call
+        return Values(call, reference(wide, late=late))
+    except TimeoutError:
+        return Values(call, why=LATE)
     except (ValueError, RuntimeError, IndexError, TypeError) as error:
         return Values(call, why=f"no reference: {first_line(error)}")
 
@@ -145,5 +157,8 @@ def same_values(one: AttentionCall, other: AttentionCall) -> bool:
 
 
 def _once(tensor: Tensor) -> Tensor | None:
-    """The tensor without repetitions; None for a `CausalBias`, which has no values."""
-    return None if getattr(tensor, "variant", None) is not None else viewed_once(tensor)
+    """The tensor without repetitions, float8 as float32; None for a `CausalBias`, which has no values."""
+    if getattr(tensor, "variant", None) is not None:
+        return None
+    once = viewed_once(tensor)
+    return once.float() if is_narrow(once) else once

@@ -111,11 +111,14 @@ def four_dims(call: AttentionCall) -> AttentionCall:
     return replace(call, query=tensors[0], key=tensors[1], value=tensors[2], attn_mask=mask, is_causal=is_causal)
 
 
-def reference(call: AttentionCall, *, precision: torch.dtype = torch.float64) -> Reference:
+def reference(
+    call: AttentionCall, *, precision: torch.dtype = torch.float64, late: Callable[[], bool] | None = None
+) -> Reference:
     """Attention by its definition on the call's own values, on the call's device.
 
     Returns output (B, H, L, Ev) in `precision` (missing dimensions of the call become 1). Dropout is
-    ignored. Raises ValueError when shapes do not fit together.
+    ignored. Raises ValueError when shapes do not fit together, and TimeoutError as soon as `late`, which is asked once
+    a block, says True.
     """
     flat = four_dims(call)
     batches, heads, rows, _ = flat.query.shape
@@ -131,6 +134,8 @@ def reference(call: AttentionCall, *, precision: torch.dtype = torch.float64) ->
 
     def keep(found: Iterator[Block]) -> None:
         for block in found:
+            if late is not None and late():
+                raise TimeoutError("the reference was stopped before its end")
             here = (block.batch, slice(block.head, block.head + block.heads), slice(block.first, block.last))
             output[here] = block.output
             weight[here], spread[here] = block.scale.weight, block.scale.spread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -94,6 +95,7 @@ def replay(
     preload: Sequence[str | Path] = (),
     progress: Callable[[str], None] | None = None,
     worker: Worker | None = None,
+    deadline: float = math.inf,
 ) -> Replay:
     """Run a dump through every backend in a worker process and judge each output against float64.
 
@@ -101,6 +103,7 @@ def replay(
     dtypes: of `ALL_DTYPES`; the captured one is always run, since the verdict rests on it alone. backends: those
     to list (default: all); MATH and eager run in any case, for their noise. runs: repetitions per cell.
     timeout: seconds per cell. worker: one to use and leave running, for several dumps; its preloads then count.
+    deadline: of `time.monotonic`, when a reference that has not come to its end is given up, and nothing judged.
     Raises InputError for a bad dump, device, dtype, backend or preload.
     """
     shown = [Backend(backend) for backend in backends] if backends is not None else list(Backend)
@@ -111,7 +114,7 @@ def replay(
         worker = worker or stack.enter_context(Worker(preload))
         dump = load(path)
         place = choose_device(dump, device)
-        table = Table(worker, Path(folder), Path(path), dump, place, shown, runs, timeout, progress)
+        table = Table(worker, Path(folder), Path(path), dump, place, shown, runs, timeout, progress, deadline)
         try:
             for dtype in _distinct(dtypes, dump.call):
                 table.add(dtype)

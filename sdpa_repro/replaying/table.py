@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -68,9 +71,12 @@ class Table:
         runs: int,
         timeout: float,
         progress: Callable[[str], None] | None,
+        deadline: float = math.inf,
     ) -> None:
         self.worker, self.folder, self.path, self.dump, self.device = worker, folder, path, dump, device
         self.shown, self.runs, self.timeout = shown, runs, timeout
+        self.deadline = deadline
+        """When a reference that has not come to its end is given up, for `time.monotonic`."""
         self.say = progress or (lambda text: None)
         self.captured: list[Cell] = []
         self.cells: list[Cell] = []
@@ -86,12 +92,10 @@ class Table:
         self.say(f"{label}: reference")
         wanted = [backend for backend in ORDER if backend in self.shown or backend in NOISE]
         if dtype == "captured":
-            with ThreadPoolExecutor(1) as beside:  # the worker's kernels leave this process idle
-                pending = beside.submit(values_of, self.dump, dtype, self.device, None)
-                outcomes = {backend: self._run(backend, dtype, label) for backend in wanted}
-                self.first = values = pending.result()
+            values, outcomes = self._beside_reference(dtype, label, wanted)
+            self.first = values
         else:
-            values = values_of(self.dump, dtype, self.device, self.first)
+            values = values_of(self.dump, dtype, self.device, self.first, self._late)
             if values.not_comparable:
                 reason = values.not_comparable
                 self.cells += [Cell(backend.value, label, Status.NOT_COMPARABLE, reason) for backend in self.shown]
@@ -113,6 +117,30 @@ class Table:
             self.captured = cells
             self.default = outcomes.get(Backend.DEFAULT, self.default)
         self.cells += [cell for cell in cells if Backend(cell.backend) in self.shown]
+
+    def _beside_reference(
+        self, dtype: str, label: str, wanted: Sequence[Backend]
+    ) -> tuple[Values, dict[Backend, Outcome]]:
+        """The reference and the cells at the same time: the worker's kernels leave this process idle.
+
+        On Ctrl-C the reference is given up, since the thread that computes it would be waited for.
+        """
+        stopped = threading.Event()
+
+        def late() -> bool:
+            return stopped.is_set() or self._late()
+
+        with ThreadPoolExecutor(1) as beside:
+            pending = beside.submit(values_of, self.dump, dtype, self.device, None, late)
+            try:
+                outcomes = {backend: self._run(backend, dtype, label) for backend in wanted}
+                return pending.result(), outcomes
+            except BaseException:
+                stopped.set()
+                raise
+
+    def _late(self) -> bool:
+        return time.monotonic() > self.deadline
 
     def saved(self, backend: Backend, dtype: str) -> Path:
         """Where the worker saves a cell's outputs."""

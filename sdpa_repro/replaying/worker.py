@@ -95,6 +95,10 @@ class Worker:
             self._process = _Process(self._env)
             self._process.send({"id": "preload", "do": "preload", "paths": self.preload})
 
+    def wait(self) -> None:
+        """Until the process has imported torch and run the preloads. Raises as `request` does."""
+        self._ready()
+
     def request(self, job: Mapping[str, Any], timeout: float) -> Outcome:
         """Have one job done (see `jobs.cell` for its keys); at most `timeout` seconds, start-up not counted.
 

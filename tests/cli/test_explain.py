@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from sdpa_repro.cli import main
-from sdpa_repro.cli.explain import _range
+from sdpa_repro.cli.explain import _range, limits, next_words
 from sdpa_repro.errors import InputError
+from sdpa_repro.explaining.explanation import Explanation
+from sdpa_repro.replaying.cells import Cell
+from sdpa_repro.replaying.verdict import Status
 from tests.calls import make_call
+from tests.explaining.test_explain import replayed
 from tests.replaying.dumps import FAULTS, write_dump
 
 FAULT = str(FAULTS / "pytorch_191937.py")
@@ -69,3 +74,28 @@ def test_a_range_is_two_numbers() -> None:
 def test_a_missing_dump_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(tmp_path / "none.pt")]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_what_was_not_judged_says_where_it_was_seen_and_goes_on_with_more_time() -> None:
+    cells = (Cell("FLASH_ATTENTION", "bfloat16", Status.DIVERGES),)
+    seen = replayed(cells, ("FLASH_ATTENTION",))
+    known = Explanation(Path("x.pt"), "FLASH_ATTENTION", seen, stand_in=(257, 257), seconds=22.0)
+    assert "explained at L = 257, S = 257, where it fails in the same way, for want of time" in limits(known)
+    assert next_words(known, [])[0] == "issue"
+    guess = replace(known, judged=False)
+    assert "explained at L = 257, S = 257, for want of time" in limits(guess)
+    assert next_words(guess, ["--preload", "x.py"]) == ["explain", Path("x.pt"), "--budget", 90, "--preload", "x.py"]
+
+
+@pytest.mark.slow
+def test_a_float8_dump_is_nobody_s_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call = make_call(rows=9, layout="dense", mask=None)
+    narrow = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in call.tensors.items()}
+    dumped = str(write_dump(call.with_tensors(narrow), tmp_path / "call.pt"))
+    for verb, *options in (["explain"], ["replay"], ["diagnose", "-o", str(tmp_path / "out")]):
+        assert main([verb, *options, dumped]) == 0
+        first = capsys.readouterr().out.splitlines()[0]
+        assert first.startswith("nothing could be judged: no backend on this cpu takes float8_e4m3fn queries; ")
+    assert main(["explain", "--json", dumped]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["backend"], document["verdict"], document["judged"]) == (None, "healthy", True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -162,12 +164,56 @@ def test_a_kernel_that_is_right_is_not_suspected_for_what_the_default_path_calls
 
 def test_a_replay_that_did_not_end_is_no_answer() -> None:
     cells = (Cell("default", "bfloat16", Status.DECLINED),)
-    cut = Explanation(Path("x.pt"), None, replayed(cells), complete=False, left_out=("MATH", "default"))
+    words: dict[str, Any] = {"complete": False, "left_out": ("MATH", "default"), "judged": False, "seconds": 21.0}
+    cut = Explanation(Path("x.pt"), None, replayed(cells), **words)
     assert cut.cause.startswith("no answer: ")
-    assert cut.exit_status == 130
+    assert cut.cause.endswith("give a larger budget, such as --budget 90")
+    assert cut.exit_status == 2
+    assert replace(cut, interrupted=True).exit_status == 130
     missing = Explanation(Path("x.pt"), None, replayed(cells), complete=False, left_out=("MATH", "eager"))
     assert missing.cause == "said; left out for want of time: MATH, eager"
     assert missing.exit_status == 0
+    assert missing.larger_budget is None
+
+
+def without_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the replay of the dump at `path` end before the default path has."""
+    seen = replace(replayed((Cell("default", "bfloat16", Status.DECLINED),)), path=path)
+    within = lambda *args, **words: (seen, ("MATH", "eager", "default"))  # noqa: E731
+    monkeypatch.setattr("sdpa_repro.explaining.explain.replay_within", within)
+
+
+@pytest.mark.slow
+def test_a_shorter_call_answers_for_one_that_there_was_no_time_to_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = dump(tmp_path, rows=1025, heads=2, width=16, padding=7)
+    without_answer(path, monkeypatch)
+    result = explain(path, preload=fault("pytorch_191937"), budget=120, parts=("conditions", "hypothesis"))
+    assert (result.judged, result.backend, result.stand_in) == (False, "FLASH_ATTENTION", (257, 257))
+    assert result.exit_status == 1
+    assert result.path == result.replay.path == path
+    assert result.known[0].issue == "pytorch#191937"
+    assert result.cause == (
+        "FLASH_ATTENTION: the last query row (256) was computed with mask row 0 (at L = 257, S = 257); seen on a "
+        "shorter call (L = 257, S = 257), since this one did not come to an end in time"
+    )
+    assert result.seen.startswith("FLASH_ATTENTION is wrong in query row 256 of 2 heads")
+    assert result.seen.endswith("since this one did not come to an end in time")
+    document = result.document()
+    assert (document["judged"], document["verdict"]) == (False, "backend_wrong")
+    assert document["left_out"][:3] == ["MATH", "eager", "default"]
+    assert all(not help_["verified"] for help_ in document["workarounds"])
+
+
+@pytest.mark.slow
+def test_where_no_shorter_call_fails_a_budget_is_proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = dump(tmp_path, rows=513, heads=2, width=16)
+    without_answer(path, monkeypatch)
+    result = explain(path, budget=120)
+    assert (result.judged, result.backend, result.stand_in, result.exit_status) == (False, None, None, 2)
+    assert result.cause.startswith("no answer: ")
+    assert result.complete is False
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sdpa_repro.attention import AttentionCall
-from sdpa_repro.explaining.hurried import LATER, Hurried, replay_within
+from sdpa_repro.explaining.hurried import LATER, Hurried, replay_within, unjudged
 from sdpa_repro.explaining.pacing import Budget
 from sdpa_repro.replaying.verdict import Status
 from sdpa_repro.replaying.worker import Outcome, Worker
@@ -32,6 +32,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Mapping[str, Any], floa
         return TOOK
 
     monkeypatch.setattr(Worker, "start", lambda self: None)
+    monkeypatch.setattr(Worker, "wait", lambda self: None)
     monkeypatch.setattr(Worker, "request", request)
     return jobs
 
@@ -106,6 +107,7 @@ def test_what_comes_too_late_is_left_out_but_never_the_default_path(
 
 def test_a_cell_that_is_cut_short_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, "start", lambda self: None)
+    monkeypatch.setattr(Worker, "wait", lambda self: None)
     monkeypatch.setattr(Worker, "request", lambda self, job, timeout: Outcome("timeout", "no result"))
     worker = hurried(LONG, seconds=8.0)
     assert worker.request(cell("default"), 120.0).kind == "declined"
@@ -122,6 +124,7 @@ def test_a_short_call_that_does_not_return_hangs_and_is_given_the_same_time_agai
         return Outcome("timeout", "no result")
 
     monkeypatch.setattr(Worker, "start", lambda self: None)
+    monkeypatch.setattr(Worker, "wait", lambda self: None)
     monkeypatch.setattr(Worker, "request", request)
     worker = hurried(SHORT, seconds=60.0)
     assert worker.request(cell("default"), 120.0).kind == "timeout"
@@ -129,6 +132,53 @@ def test_a_short_call_that_does_not_return_hangs_and_is_given_the_same_time_agai
     assert worker.request(cell("default"), 120.0).kind == "timeout"
     assert times[0] == times[1] < 60.0
     assert worker.left_out == []
+
+
+def test_a_part_of_the_time_is_kept_for_a_shorter_call(asked: list[tuple[Mapping[str, Any], float]]) -> None:
+    for seconds, first in ((20.0, 12.0), (60.0, 50.0), (1.0, 5.0)):
+        worker = hurried(LONG, seconds=seconds)
+        assert worker.deadline - worker._budget.start == pytest.approx(first)
+        worker.request(cell("default"), 120.0)
+        assert asked[-1][1] <= first
+
+
+def test_a_process_that_starts_takes_its_seconds_from_the_budget(
+    asked: list[tuple[Mapping[str, Any], float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = hurried(LONG, seconds=60.0)
+
+    def starts(self: Worker) -> None:
+        worker.deadline -= 20.0
+
+    monkeypatch.setattr(Worker, "wait", starts)
+    worker.request(cell("default"), 120.0)
+    assert asked[0][1] <= 30.0
+
+
+def test_a_short_call_is_judged_whatever_the_budget_is(asked: list[tuple[Mapping[str, Any], float]]) -> None:
+    worker = hurried(SHORT, seconds=0.001)
+    assert worker.deadline - worker._budget.start == pytest.approx(30.0)
+
+
+def test_a_call_is_judged_when_the_default_path_and_the_reference_have_ended() -> None:
+    assert not unjudged(("MATH", "eager", "CUDNN_ATTENTION"))
+    assert unjudged(("MATH", "eager", "default"))
+    assert unjudged(("MATH", "eager", "reference"))
+
+
+@pytest.mark.slow
+def test_a_reference_without_time_is_named_among_what_was_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sdpa_repro.explaining.hurried as module
+
+    monkeypatch.setattr(module, "HANGS", -3600.0)
+    monkeypatch.setattr(module, "LEAST", 60.0)
+    path = write_dump(make_call(rows=65, width=16), tmp_path / "call.pt")
+    found, left_out = replay_within(path, Budget(1e-3, time.monotonic() - 1.0), preload=fault("pytorch_191937"))
+    assert left_out == ("reference",)
+    assert found.guilty == ()
+    assert {cell.status for cell in found.cells} <= {Status.NOT_COMPARABLE, Status.DECLINED}
 
 
 @pytest.mark.slow

@@ -17,7 +17,10 @@ from sdpa_repro.environment import preload
 from sdpa_repro.errors import InputError
 from sdpa_repro.recipe import build, from_document
 from sdpa_repro.reducing.dump_reducer import ReducedDump, reduce_dump, scrubbed
+from sdpa_repro.replaying.cells import Cell
+from sdpa_repro.replaying.verdict import Status
 from tests.calls import causal_mask, make_call
+from tests.explaining.test_explain import replayed
 
 FAULTS = Path(__file__).resolve().parents[1] / "faults"
 FAULT = FAULTS / "pytorch_191937.py"
@@ -121,6 +124,27 @@ def test_a_budget_that_is_used_up_still_writes_a_call_that_fails(tmp_path: Path)
     assert found.reduction is not None
     assert (found.reduction.stopped, found.proven) == ("time", True)
     assert load(tmp_path / "x.min.pt").call.query.shape == (1, 2, 65, 16)
+
+
+@pytest.mark.parametrize("planted", [True, False])
+def test_a_shorter_call_is_reduced_where_there_is_no_time_to_judge_the_dumped_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: bool
+) -> None:
+    path = written(make_call(heads=2, rows=1025, width=16), tmp_path / "x.pt")
+    seen = replayed((Cell("default", "bfloat16", Status.DECLINED),))
+    monkeypatch.setattr(
+        "sdpa_repro.reducing.dump_reducer.replay_within",
+        lambda *args, **words: (replace(seen, path=path), ("MATH", "eager", "reference")),
+    )
+    found = reduce_dump(path, preload=[FAULT] if planted else [], budget=QUIET_SECONDS)
+    if not planted:
+        assert found.sentence.startswith("no answer: ")
+        assert (found.reduction, found.output, found.exit_status) == (None, None, 2)
+        return
+    assert found.reduction is not None
+    assert (found.proven, found.exit_status) == (True, 1)
+    assert found.sentence.endswith("; the dumped call itself did not come to an end in this time")
+    assert load(tmp_path / "x.min.pt").call.query.shape[-2] == 65
 
 
 def test_an_invalid_call_is_an_error(tmp_path: Path) -> None:

@@ -261,3 +261,28 @@ def test_a_value_without_columns_gives_an_output_without_columns() -> None:
     result = reference(make_call(value_width=0))
     assert result.output.shape == (1, 4, 33, 0)
     assert result.live.all()
+
+
+def test_a_reference_for_which_there_is_no_time_is_given_up_after_a_block() -> None:
+    asked: list[bool] = []
+
+    def late() -> bool:
+        asked.append(len(asked) == 2)
+        return asked[-1]
+
+    with pytest.raises(TimeoutError):
+        reference(make_call(rows=2500, keys=64, width=8, heads=2, mask=None), late=late)
+    assert asked == [False, False, True]
+
+
+def test_all_threads_give_up(monkeypatch: pytest.MonkeyPatch, torch_as_it_was: None) -> None:
+    monkeypatch.setattr(module, "LARGE", 1)
+    torch.set_num_threads(2)
+    with pytest.raises(TimeoutError):
+        reference(make_call(rows=70, batch=4, layout="dense"), late=lambda: True)
+    assert torch.get_num_threads() == 2
+
+
+def test_a_reference_that_is_in_time_is_the_same() -> None:
+    call = make_call(rows=70)
+    assert torch.equal(reference(call, late=lambda: False).output, reference(call).output)

@@ -390,3 +390,26 @@ def test_nan_in_a_mask_and_infinity_in_a_key_accuse_nobody(run: Replayer) -> Non
     key = call.key.clone()
     key[0, 0, 5, 0] = float("inf")
     assert run(replace(call, key=key)).verdict is Verdict.HEALTHY
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_float8_call_accuses_nobody_and_its_values_are_judged_in_other_dtypes(
+    run: Replayer, dtype: torch.dtype
+) -> None:
+    call = make_call(rows=33, width=16, layout="dense")
+    narrow = {name: tensor.to(dtype) for name, tensor in call.tensors.items() if name != "attn_mask"}
+    result = run(call.with_tensors(narrow), dtypes=("captured", "bfloat16", "float32"))
+    assert (result.verdict, result.guilty, result.exit_status) == (Verdict.HEALTHY, (), 0)
+    assert result.sentence.startswith("nothing could be judged: no backend on this cpu takes float8_e")
+    assert {one.status for one in result.cells if one.dtype == result.dtype} == {Status.DECLINED}
+    for other in ("bfloat16", "float32"):
+        assert cell(result, "FLASH_ATTENTION", other).status is Status.AGREES
+        assert cell(result, "MATH", other).status is Status.AGREES
+
+
+def test_a_key_in_another_dtype_is_an_invalid_call_in_float8_too(run: Replayer) -> None:
+    call = make_call(rows=33, width=16, layout="dense")
+    mixed = replace(call, key=call.key.to(torch.float8_e4m3fn), value=call.value.to(torch.float8_e4m3fn))
+    result = run(mixed, dtypes=("captured", "float32"))
+    assert result.verdict is Verdict.INVALID_CALL
+    assert cell(result, "MATH", "float32").status is Status.AGREES

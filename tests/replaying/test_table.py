@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 import torch
 
 from sdpa_repro.dump import load
+from sdpa_repro.replaying import table as module
 from sdpa_repro.replaying.backends import Backend
+from sdpa_repro.replaying.comparable import LATE, Values
 from sdpa_repro.replaying.table import Table
+from sdpa_repro.replaying.verdict import Status
 from sdpa_repro.replaying.worker import Outcome
 from tests.calls import make_call
 from tests.replaying.dumps import write_dump
@@ -69,3 +73,52 @@ def test_a_kernel_that_is_declined_after_a_crash_is_not_said_to_have_run(tmp_pat
     worker = Scripted(0.2, [Outcome("crashed", "SIGSEGV"), Outcome("declined", "needs 80 GiB")])
     (outcome,) = run_flash(tmp_path, worker)
     assert (outcome.kind, outcome.reason) == ("unstable", "crashed once (SIGSEGV), then not run again (needs 80 GiB)")
+
+
+class Answering:
+    """Stands in for a worker whose backends all return zeros, or on which Ctrl-C is pressed."""
+
+    def __init__(self, interrupted: bool = False) -> None:
+        self.interrupted = interrupted
+
+    def request(self, job: Mapping[str, Any], timeout: float) -> Outcome:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        torch.save({"first": torch.zeros(1, 4, 5, 8, dtype=torch.bfloat16)}, job["output"])
+        return Outcome("done", answer={"runs": 1})
+
+
+def table_of(tmp_path: Path, worker: Answering, deadline: float) -> Table:
+    path = write_dump(make_call(rows=5, width=8), tmp_path / "call.pt")
+    fake: Any = worker
+    return Table(fake, tmp_path, path, load(path), torch.device("cpu"), list(Backend), 1, TIMEOUT, None, deadline)
+
+
+def test_without_time_for_the_reference_nothing_is_judged(tmp_path: Path) -> None:
+    table = table_of(tmp_path, Answering(), time.monotonic() - 1.0)
+    table.add("captured")
+    ran = [cell for cell in table.captured if cell.status is not Status.DECLINED]
+    assert [cell.backend for cell in ran] == ["default", "eager", "MATH", "FLASH_ATTENTION"]
+    assert {(cell.status, cell.reason) for cell in ran} == {(Status.NOT_COMPARABLE, LATE)}
+
+
+def test_with_time_for_the_reference_the_cells_are_judged(tmp_path: Path) -> None:
+    table = table_of(tmp_path, Answering(), time.monotonic() + 3600.0)
+    table.add("captured")
+    assert LATE not in {cell.reason for cell in table.captured}
+
+
+def test_ctrl_c_ends_the_reference_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+
+    def endless(dump: object, dtype: str, device: object, captured: object, late: Callable[[], bool]) -> Values:
+        give_up = time.monotonic() + 60.0
+        while not late() and time.monotonic() < give_up:
+            time.sleep(0.01)
+        ended.append(late())
+        raise TimeoutError
+
+    monkeypatch.setattr(module, "values_of", endless)
+    with pytest.raises(KeyboardInterrupt):
+        table_of(tmp_path, Answering(interrupted=True), float("inf")).add("captured")
+    assert ended == [True]
