@@ -8,27 +8,52 @@ thread has a pool already, a second one only slows both down: threads of one poo
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from sdpa_repro.capturing.handlers import may_be_interrupted
+
 Result = TypeVar("Result")
+
+LAST_SECONDS = 5.0
+"""How long the end of the interpreter waits for what is being computed, such as after Ctrl-C: a thread that is cut off
+within a kernel ends the process by SIGABRT."""
 
 IDLE_SECONDS = 1.0
 """A thread that has had nothing to do for so long ends: some scripts wait for every thread that is alive."""
 
 
 def undisturbed(device: torch.device) -> bool:
-    """Whether no autocast and no transform would change what this thread computes.
+    """Whether what this thread computes is changed by nothing, shown to nobody, and ended by nothing but Ctrl-C.
 
-    Gradients, compilers, and modes of functions and dispatch are not asked for: `no_grad`, the patch and
+    No autocast, transform, profiler, or signal handler of the program, whose exceptions would be taken for those of the
+    computation. Gradients, compilers, and modes of functions and dispatch are not asked for: `apart`, the patch and
     `recorder.unseen` take them away.
     """
-    return not torch.is_autocast_enabled(device.type) and torch._C._functorch.peek_interpreter_stack() is None
+    if torch.is_autocast_enabled(device.type) or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    profiled: bool = torch._C._autograd._profiler_enabled()
+    return not profiled and not may_be_interrupted()
+
+
+def apart(function: Callable[[], Result]) -> Result:
+    """`function()` without gradients, and without emptying the cache of autocast, which all threads share.
+
+    The outermost `torch.autocast` of a thread empties it when it is left.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        with torch.no_grad():
+            return function()
+    finally:
+        torch.autocast_decrement_nesting()
 
 
 class Job(Generic[Result]):
@@ -44,16 +69,15 @@ class Job(Generic[Result]):
         function, self._function = self._function, None
         try:
             if function is not None:
-                with torch.no_grad():
-                    self._outcome[0] = function()
+                self._outcome[0] = apart(function)
         except BaseException as error:
             self._outcome[1] = error
         finally:
             self._done.set()
 
-    def wait(self) -> None:
-        """Return when it is done."""
-        self._done.wait()
+    def wait(self, seconds: float | None = None) -> None:
+        """Return when it is done, or after so many seconds."""
+        self._done.wait(seconds)
 
     def result(self) -> Result:
         """What came of it, when it is done; raises what it raised."""
@@ -78,6 +102,13 @@ class Aside:
         self._thread: threading.Thread | None = None
         self._jobs: queue.SimpleQueue[Job[Any]] = queue.SimpleQueue()
         self._pid = 0
+        self._last: Callable[[], Job[Any] | None] = lambda: None
+        atexit.register(self._settle)
+
+    def _settle(self) -> None:
+        job = self._last()
+        if job is not None and self._pid == os.getpid():
+            job.wait(LAST_SECONDS)
 
     def forked(self) -> None:
         """In a forked child: another thread may have held the lock, and nobody here lets go of it."""
@@ -120,6 +151,7 @@ class Aside:
             elif threading.current_thread() is self._thread:
                 return False
             self._jobs.put(job)
+            self._last = weakref.ref(job)
             return True
 
     def _work(self, jobs: queue.SimpleQueue[Job[Any]]) -> None:

@@ -7,21 +7,32 @@ errors are counted and forgotten; this one is the program's, and has to reach it
 from __future__ import annotations
 
 import signal
+import threading
 from types import CodeType
 from typing import Any
 
 from sdpa_repro.capturing.load_errors import causes
 
+_SIGNALS = tuple(signal.valid_signals())
+
 
 def hand_on(error: BaseException) -> None:
     """Raise what a signal handler has raised, if that is `error` or what it comes from; else return."""
-    codes = {code for number in signal.valid_signals() if (code := _code(signal.getsignal(number))) is not None}
+    codes = {code for number in _SIGNALS if (code := _code(signal.getsignal(number))) is not None}
     for link in causes(error):
         trace = link.__traceback__
         while trace is not None:
             if trace.tb_frame.f_code in codes:
                 raise link
             trace = trace.tb_next
+
+
+def may_be_interrupted() -> bool:
+    """Whether a signal handler of the program, Python's own for Ctrl-C aside, may run in this thread at any moment."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    handlers = (signal.getsignal(number) for number in _SIGNALS)
+    return any(callable(handler) and handler is not signal.default_int_handler for handler in handlers)
 
 
 def _code(handler: Any) -> CodeType | None:

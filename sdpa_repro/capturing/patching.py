@@ -9,6 +9,7 @@ and not a Python function (which, as a class attribute, would also bind `self`).
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -21,6 +22,25 @@ from sdpa_repro.capturing.after_import import AfterImport, after_import, forget
 
 Observer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Called as (original function, args, kwargs); does the call and returns its result."""
+
+
+_SUSPENDED = threading.local()
+"""`compiler`: what looked at the functions that this thread called, until an observer began its work."""
+
+
+def untouched(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An observer's call of the original function: `torch.compile` sees of it what it would without the observer."""
+    compiler = getattr(_SUSPENDED, "compiler", None)
+    if compiler is None:
+        return original(*args, **kwargs)
+    frames: Any = torch._C._dynamo.eval_frame
+    _SUSPENDED.compiler = None
+    frames.set_eval_frame(compiler)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        frames.set_eval_frame(None)
+        _SUSPENDED.compiler = compiler
 
 
 class Replacement:
@@ -38,10 +58,14 @@ class Replacement:
         if "torch._dynamo" not in sys.modules:
             return self.observer(self.original, args, kwargs)
         frames: Any = torch._C._dynamo.eval_frame
-        compiler = frames.set_eval_frame(None)
+        compiler, before = frames.set_eval_frame(None), getattr(_SUSPENDED, "compiler", None)
+        if compiler is None and before is None:
+            return self.observer(self.original, args, kwargs)
+        _SUSPENDED.compiler = compiler
         try:
             return self.observer(self.original, args, kwargs)
         finally:
+            _SUSPENDED.compiler = before
             if compiler is not None:
                 frames.set_eval_frame(compiler)
 

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.utils import _python_dispatch
 
 from sdpa_repro.attention import AttentionCall
-from sdpa_repro.capturing.aside import Aside, undisturbed
+from sdpa_repro.capturing.aside import Aside, apart, undisturbed
 from sdpa_repro.capturing.caller import Callers
 from sdpa_repro.capturing.handlers import hand_on
 from sdpa_repro.capturing.passing import COMPILED, NOT_TENSORS, RECOMPUTED, bind, ends_early, local, reason_to_pass
-from sdpa_repro.capturing.patching import Patch, Replacement
+from sdpa_repro.capturing.patching import Patch, Replacement, untouched
 from sdpa_repro.replaying.backends import dispatched
 from sdpa_repro.replaying.check import LiveCheck
 
@@ -61,6 +61,8 @@ class Seen:
     original: Any
     """The function that was called."""
     thread: str
+    direct: bool = False
+    """Whether nothing stood between the call and the kernel: no mode, no subclass of Tensor."""
 
     @cached_property
     def kernel(self) -> str:
@@ -78,7 +80,8 @@ class Seen:
         if self.output is None or query.device.type != "cpu":
             return False
         alone = torch.get_num_threads() == 1
-        if self.kernel == "FLASH_ATTENTION" and not alone and query.numel() and query.shape[0] * query.shape[1] > 1:
+        flash = self.direct and self.kernel == "FLASH_ATTENTION"
+        if flash and not alone and query.numel() and query.shape[0] * query.shape[1] > 1:
             _RECORDER.pools.started = True  # each of its threads got heads of this call
         return (alone or getattr(_RECORDER.pools, "started", False)) and undisturbed(query.device)
 
@@ -219,17 +222,17 @@ if hasattr(os, "register_at_fork"):
 def _attention(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What runs instead of `scaled_dot_product_attention`."""
     if _INSIDE.get():
-        return original(*args, **kwargs)
+        return untouched(original, args, kwargs)
     sessions = _RECORDER.everywhere + _HERE.get()
     if not sessions:
         for session in _RECORDER.open:
             session.elsewhere(threading.current_thread().name)
-        return original(*args, **kwargs)
+        return untouched(original, args, kwargs)
     frame = sys._getframe(2)
     begun = _guarded(sessions, lambda: _begin(sessions, original, args, kwargs, frame)) or NOT_SEEN
     token = _INSIDE.set(begun.inside)
     try:
-        output = original(*args, **kwargs)
+        output = untouched(original, args, kwargs)
     except Exception as error:
         text = RECOMPUTED if ends_early(error) else f"{type(error).__name__}: {error}"
         _guarded(sessions, lambda: _failed(begun, text))
@@ -245,6 +248,8 @@ def _guarded(sessions: tuple[Listener, ...], look: Callable[[], Result]) -> Resu
     """`look()`; what goes wrong in it is the recorder's own fault, counted and never the model's to meet."""
     try:
         return look()
+    except RecursionError:  # so near the limit nothing can be done
+        return None
     except Exception as error:
         hand_on(error)
         for session in sessions:
@@ -254,6 +259,7 @@ def _guarded(sessions: tuple[Listener, ...], look: Callable[[], Result]) -> Resu
 
 def _begin(sessions: tuple[Listener, ...], original: Any, args: Any, kwargs: Any, frame: FrameType) -> Begun:
     """Decide what becomes of a call, and tell the sessions that it begins."""
+    direct = not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
     with unseen():
         call = bind(args, kwargs)
         reason = NOT_TENSORS if call is None else reason_to_pass(call)
@@ -271,7 +277,8 @@ def _begin(sessions: tuple[Listener, ...], original: Any, args: Any, kwargs: Any
             for session, _ in takers:
                 session.passed(here)
             return Begun((), call, None, inside=True)
-        seen = Seen(here[0], None, None, module, phase, original, threading.current_thread().name)
+        direct &= all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in call.tensors.values())
+        seen = Seen(here[0], None, None, module, phase, original, threading.current_thread().name, direct)
         for session, index in takers:
             session.enter(index, seen)
         return Begun(takers, call, seen, inside=True)
@@ -318,7 +325,7 @@ def _fast_path(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """What runs instead of a fused function that computes attention by itself: it is only counted."""
     for session in _RECORDER.everywhere + _HERE.get():
         session.passed(f"fused torch.{original.__name__} (no scaled_dot_product_attention call)")
-    return original(*args, **kwargs)
+    return untouched(original, args, kwargs)
 
 
 def phase_of(call: AttentionCall) -> str:
@@ -349,8 +356,7 @@ def beside(call: AttentionCall, function: Callable[[], Result], here: bool = Fal
     In another thread, unless this one is known to do as well (`Seen.here`).
     """
     if here:
-        with torch.no_grad():
-            return function()
+        return apart(function)
     return _RECORDER.aside.run(function, call.query.device)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.capturing import recorder
-from sdpa_repro.capturing.patching import Patch, Replacement
+from sdpa_repro.capturing.patching import Patch, Replacement, untouched
 from sdpa_repro.guarding.cures import attend, combined
 from sdpa_repro.guarding.remedies import Look, Remedy
 
@@ -169,7 +169,7 @@ def _attention(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if everywhere:
         here = everywhere + here
     if not here:
-        return original(*args, **kwargs) if not _SWITCH.open else _elsewhere(original, args, kwargs)
+        return untouched(original, args, kwargs) if not _SWITCH.open else _elsewhere(original, args, kwargs)
     found: tuple[Found, ...] = ()
     for guard in here if len(here) == 1 else dict.fromkeys(here):
         if guard.depth:
@@ -179,7 +179,7 @@ def _attention(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 guard.changed(match[2])
                 found = (*found, match)
     if not found:
-        return original(*args, **kwargs)
+        return untouched(original, args, kwargs)
     call, look, _ = found[0]
     remedies = {remedy.name: remedy for _, _, each in found for remedy in each}
     for remedy in remedies.values():
@@ -201,7 +201,7 @@ def _elsewhere(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 "open the guard there, or with all_threads=True",
                 stacklevel=4,
             )
-    return original(*args, **kwargs)
+    return untouched(original, args, kwargs)
 
 
 def _changed(remedy: Remedy, look: Look) -> str:

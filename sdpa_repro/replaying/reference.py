@@ -10,8 +10,9 @@ ride along as five extra columns of value in the same matrix product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
@@ -132,15 +133,16 @@ def reference(
     weight, spread, scores, rounded, size = (column(precision) for _ in range(5))
     live, poisoned = column(torch.bool), column(torch.bool)
 
-    def keep(found: Iterator[Block]) -> None:
-        for block in found:
-            if late is not None and late():
-                raise TimeoutError("the reference was stopped before its end")
-            here = (block.batch, slice(block.head, block.head + block.heads), slice(block.first, block.last))
-            output[here] = block.output
-            weight[here], spread[here] = block.scale.weight, block.scale.spread
-            scores[here], rounded[here], size[here] = block.scale.scores, block.scale.rounded, block.scale.size
-            live[here], poisoned[here] = block.live, block.poisoned
+    def keep(found: Generator[Block, None, None]) -> None:
+        with closing(found):  # it is within modes of its own, which end in the wrong order when a traceback keeps it
+            for block in found:
+                if late is not None and late():
+                    raise TimeoutError("the reference was stopped before its end")
+                here = (block.batch, slice(block.head, block.head + block.heads), slice(block.first, block.last))
+                output[here] = block.output
+                weight[here], spread[here] = block.scale.weight, block.scale.spread
+                scores[here], rounded[here], size[here] = block.scale.scores, block.scale.rounded, block.scale.size
+                live[here], poisoned[here] = block.live, block.poisoned
 
     threads = torch.get_num_threads() if device.type == "cpu" and precision == torch.float64 else 1
     if (
@@ -153,7 +155,7 @@ def reference(
     return Reference(output, scale, live, poisoned)
 
 
-def _beside_each_other(call: AttentionCall, threads: int, keep: Callable[[Iterator[Block]], None]) -> bool:
+def _beside_each_other(call: AttentionCall, threads: int, keep: Callable[[Generator[Block, None, None]], None]) -> bool:
     """The blocks in several threads of one torch thread each, since small tiles gain little from more.
 
     Returns False, with nothing done, when there are too few heads to share out.
@@ -185,7 +187,7 @@ def blocks(
     precision: torch.dtype = torch.float64,
     tile_bytes: int | None = None,
     sketch: Sketch | None = None,
-) -> Iterator[Block]:
+) -> Generator[Block, None, None]:
     """The reference block by block, for callers that compare and forget. `call` as from `four_dims`.
 
     With a `sketch` a block's output is reference·columns (G, R, m), at the cost of m columns.
@@ -344,7 +346,7 @@ def _chosen(tensor: Tensor, heads: tuple[int, ...]) -> Tensor:
     return tensor[list(heads)]
 
 
-def _head_blocks(call: AttentionCall, part: Part, room: Room, sketch: Sketch | None) -> Iterator[Block]:
+def _head_blocks(call: AttentionCall, part: Part, room: Room, sketch: Sketch | None) -> Generator[Block, None, None]:
     """The blocks of a part."""
     batch, heads, step = part.batch, part.heads, part.step
     here = slice(heads.first, heads.first + heads.count)

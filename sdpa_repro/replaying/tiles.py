@@ -28,7 +28,8 @@ JUMP = {torch.float32: 8.0, torch.float64: 100.0}
 """How far a score may exceed the number subtracted from its row's scores before that number is raised."""
 
 FREE = 400.0
-"""Scores of at most this size, as powers of two, and their sums are far from what float64 holds: none is subtracted."""
+"""Scores of at most this size, as powers of two: none is subtracted, since the sums of their products with what smaller
+types hold, and with its squares, are far from what float64 holds."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ def attend_block(
     sums = room.take("sums", groups, width + EXTRA, count * shared).zero_()
     top = block.new_full((groups, count * shared), float("-inf"))
     free = block.dtype == torch.float64 and (bias is None or bias.dtype == torch.bool)
+    free = free and torch.float64 not in (call.query.dtype, call.key.dtype, call.value.dtype)
     free = free and bool(torch.linalg.vector_norm(scaled, dim=-1).amax() * keys.longest <= FREE)
     base = torch.full_like(top, 0.0 if free else torch.finfo(block.dtype).min / 2)
     for run in runs:

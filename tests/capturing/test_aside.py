@@ -6,13 +6,15 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdpa_repro.capturing import aside
-from sdpa_repro.capturing.aside import Aside, Job
+from sdpa_repro.capturing.aside import Aside, Job, apart
 
 CPU = torch.device("cpu")
 
@@ -87,3 +89,43 @@ def test_a_lock_that_was_held_at_a_fork_can_be_renewed() -> None:
     beside._lock.acquire()
     beside.forked()
     assert beside.run(lambda: 1, CPU) == 1
+
+
+class Casts(TorchDispatchMode):
+    """Counts conversions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten._to_copy.default
+        return function(*args, **(kwargs or {}))
+
+
+def without_autocast() -> None:
+    with torch.autocast("cpu", enabled=False):
+        pass
+
+
+@pytest.mark.parametrize("run", [apart, lambda function: Aside(lambda: None).run(function, CPU)])
+def test_weights_that_autocast_has_cast_stay_cast(run: Callable[[Callable[[], None]], None]) -> None:
+    """Its cache is that of the process: a thread outside autocast that leaves one would empty it."""
+    weight, numbers = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16), Casts() as casts:
+        numbers @ weight
+        assert casts.count == 1
+        other = threading.Thread(target=run, args=(without_autocast,))  # whose own autocast is not entered
+        other.start()
+        other.join()
+        numbers @ weight
+        assert casts.count == 1
+
+
+def test_the_end_of_the_interpreter_waits_for_what_is_computed() -> None:
+    beside, go, done = Aside(lambda: None), threading.Event(), threading.Event()
+    beside.begin(lambda: (go.wait(60), done.set()))
+    threading.Timer(0.1, go.set).start()
+    beside._settle()
+    assert done.is_set()
+    beside._settle()  # with nothing left

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -93,3 +93,37 @@ def test_calls_of_a_function_that_the_compiler_gave_up_are_recorded(tmp_path: Pa
     with torch.no_grad(), capture(tmp_path) as session:
         assert torch.equal(compiled(QUERY), expected)
     assert [call.status for call in session.calls] == ["agrees"] * 2
+
+
+def test_a_function_of_the_users_is_compiled_as_without_a_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Block:
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    def mine(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return (query @ key.mT).softmax(-1) @ value
+
+    def broken(query: Tensor) -> Tensor:
+        with Block():
+            torch._dynamo.graph_break()
+            return F.scaled_dot_product_attention(query, query, query)
+
+    def compiled_regions_of(action: Callable[[], object]) -> dict[str, int]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        action()
+        return dict(torch._dynamo.utils.counters["frames"]) | dict(torch._dynamo.utils.counters["stats"])
+
+    def watched() -> None:
+        with capture(tmp_path) as session:
+            run()
+        assert len(session.calls) == 1
+
+    def run() -> None:
+        torch.compile(broken, backend="eager")(QUERY)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", mine)
+    with torch.no_grad():
+        assert compiled_regions_of(watched) == compiled_regions_of(run)

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import pickle
+import signal
 import sys
 import threading
 import types
@@ -308,6 +309,41 @@ def test_a_call_computed_by_one_thread_starts_no_pool(tmp_path: Path, checkers: 
         attend(heads=1)
     assert checkers[0] is threading.current_thread()  # where one thread computes, none is started
     assert checkers[1] is not threading.current_thread()
+
+
+class Answers(TorchDispatchMode):
+    """Computes every call by itself."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "flash" in str(function):
+            return torch.zeros_like(args[0]), torch.zeros(args[0].shape[:-1])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_call_that_a_mode_answers_starts_no_pool(tmp_path: Path, checkers: list[threading.Thread]) -> None:
+    with capture(tmp_path):
+        with Answers():
+            attend(heads=2)
+        attend(heads=1)
+    assert len(checkers) == 2
+    assert threading.current_thread() not in checkers
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="there is no SIGUSR1")
+def test_a_check_stays_out_of_a_thread_that_a_signal_handler_or_a_profiler_is_in(
+    tmp_path: Path, checkers: list[threading.Thread]
+) -> None:
+    with capture(tmp_path):
+        attend()
+        with torch.autograd.profiler.profile():
+            attend()
+        before = signal.signal(signal.SIGUSR1, lambda *_: None)  # may raise what the check would take for its own
+        attend()
+        signal.signal(signal.SIGUSR1, before)
+        attend()
+    assert [thread is threading.current_thread() for thread in checkers] == [True, False, False, True]
 
 
 @pytest.mark.usefixtures("two_threads")

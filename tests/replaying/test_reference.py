@@ -125,6 +125,33 @@ def test_scores_may_all_be_large_or_small(size: float, mask: str | None, monkeyp
         assert torch.allclose(getattr(result.scale, name), getattr(subtracted.scale, name), rtol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("query", "key", "value"), [(1e-170, 1e173, 1.0), (-275.6, 1.0, 1e-250), (275.6, 1.0, 1e200), (275.6, 1.0, 1e100)]
+)
+def test_numbers_of_float64_may_be_as_large_and_small_as_it_holds(query: float, key: float, value: float) -> None:
+    """One key has all the weight: the output is its value, and nothing that bounds the rounding is infinite."""
+    call = AttentionCall(
+        *(torch.full((1, 1, 1, 1), size, dtype=torch.float64) for size in (query, key, value)), scale=1.0
+    )
+    result = reference(call)
+    assert result.output.item() == pytest.approx(value, rel=1e-12)
+    assert result.scale.weight.item() == pytest.approx(value, rel=1e-12)
+
+
+def test_an_interrupt_leaves_the_modes_of_the_caller_as_they_were() -> None:
+    def interrupt() -> bool:
+        raise KeyboardInterrupt
+
+    try:
+        reference(make_call(rows=300), late=interrupt)
+    except KeyboardInterrupt as error:
+        assert torch.is_grad_enabled()
+        del error
+    assert torch.is_grad_enabled()
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()
+
+
 def test_tiles_that_the_mask_hides_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sliding window of 128 keys over 2048 costs its own area, looked at in tiles of 128 by 128."""
     rows = torch.arange(2048)
