@@ -11,11 +11,13 @@ The verbs of the command line as functions; torch is imported when the first one
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from sdpa_repro.version import VERSION
 
+TYPE_CHECKING = False  # not of `typing`, whose import would delay the program's first moment (see `__main__`)
 if TYPE_CHECKING:
+    from typing import Any
+
     from sdpa_repro.attention import AttentionCall
     from sdpa_repro.capturing.session import capture
     from sdpa_repro.dump import Dump, load

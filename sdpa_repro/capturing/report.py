@@ -21,6 +21,7 @@ from sdpa_repro.replaying.replay import prove as prove_dump
 from sdpa_repro.visibility import ranges, ranges_text
 
 Report = dict[str, Any]
+INTERRUPTED = 130
 
 
 def of_session(summary: Mapping[str, Any], out: Path, preloaded: Sequence[Mapping[str, str]] = ()) -> Report:
@@ -45,12 +46,22 @@ def of_script(run: ScriptRun, out: Path, options: Options, preloaded: Sequence[M
         "interrupted": run.interrupted,
         "processes": len(run.reports),
         "without_report": len(lost),
-        "inside": [report["inside"] for report in run.reports if report["state"] == "running" and report["inside"]],
+        "inside": [] if stopped_by_user(run.status, run.interrupted) else _inside(run),
         "failed": [report["error"] for report in run.reports if report["state"] == "failed"],
         "not_recorded": sorted({each for report in run.reports for each in report.get("unrecorded", ())}),
     }
     prune(merged, out, options)
     return merged
+
+
+def stopped_by_user(status: int, interrupted: bool) -> bool:
+    """Whether Ctrl-C ended the script: then neither that nor the call it was in is a finding."""
+    return interrupted and status == INTERRUPTED
+
+
+def _inside(run: ScriptRun) -> list[str]:
+    """The calls in which processes ended."""
+    return [report["inside"] for report in run.reports if report["state"] == "running" and report["inside"]]
 
 
 def of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,8 +185,23 @@ def worst(report: Report) -> dict[str, Any] | None:
 def answer(report: Report) -> str:
     """The result in one sentence. Raises InputError, with what was seen instead, when no call was recorded.
 
-    A script that failed before any call is no error: its own end is the result.
+    A script that failed before any call, or Ctrl-C, is no error: its own end is the result.
     """
+    if not was_interrupted(report):
+        return _finding(report)
+    if not report["calls"]:
+        return "interrupted: no attention call was recorded" + ("; what was dumped is kept" if report["dumps"] else "")
+    return f"interrupted: {_finding(report)}"
+
+
+def was_interrupted(report: Report) -> bool:
+    """Whether Ctrl-C came before the end of the run, or of the proofs."""
+    script = report["script"]
+    return bool(report.get("interrupted") or (script is not None and script["interrupted"]))
+
+
+def _finding(report: Report) -> str:
+    """What was seen, in one sentence."""
     planted = ", ".join(each["name"] for each in report["preloaded"])
     suffix = f" (preloaded: {planted})" if planted else ""
     top, script = worst(report), report["script"]
@@ -225,8 +251,8 @@ def exit_status(report: Report) -> int:
     found = report["wrong"] or any(dump["status"] in WRONG for dump in report["dumps"])
     if report.get("failed"):
         return 1 if found else 2
-    if report.get("interrupted") or (script is not None and script["interrupted"]):
-        return 130
+    if was_interrupted(report):
+        return INTERRUPTED
     if script is not None and script["status"]:
         return int(script["status"])
     return 1 if found else 0

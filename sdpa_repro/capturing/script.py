@@ -131,44 +131,88 @@ def environment_with(plan: Mapping[str, Any], variable: str = child.VARIABLE) ->
 
 
 def run_command(command: list[str], environment: dict[str, str], stdout: int | None) -> tuple[int, bool]:
-    """Run to the end; exit status and whether Ctrl-C was pressed, which a terminal sends to the script too."""
+    """Run to the end; exit status and whether Ctrl-C was pressed.
+
+    A terminal sends Ctrl-C to the script too, as does whoever signals the whole process group; a signal that was sent
+    to this process alone is passed on, so that the script gets each of them once.
+    """
     interrupts: list[int] = []
-    try:
-        process = subprocess.Popen(command, env=environment, stdout=stdout)
-    except OSError as error:
-        raise InputError(f"cannot run {command[0]}: {error.strerror or error}") from error
+    early: list[int] = []
+    started: list[subprocess.Popen[bytes]] = []
 
-    def interrupted(number: int, _: object) -> None:
-        interrupts.append(number)
-        if not _in_foreground():
-            process.send_signal(number)
+    def passed_on(number: int, _: object) -> None:
+        if number == signal.SIGINT:
+            interrupts.append(number)
+        if not started:  # an exception here would leave behind a script that nobody waits for
+            early.append(number)
+        elif not witness.has_ended():
+            started[0].send_signal(number)
 
-    with _signals({signal.SIGINT: interrupted, signal.SIGTERM: lambda number, _: process.send_signal(number)}):
-        returned = process.wait()
+    with Witness() as witness, _signals({signal.SIGINT: passed_on, signal.SIGTERM: passed_on}):
+        try:
+            started.append(subprocess.Popen(command, env=environment, stdout=stdout))
+        except OSError as error:
+            raise InputError(f"cannot run {command[0]}: {error.strerror or error}") from error
+        for number in early:
+            witness.has_ended()
+            started[0].send_signal(number)
+        returned = started[0].wait()
     return (returned if returned >= 0 else 128 - returned), bool(interrupts)
 
 
-def _in_foreground() -> bool:
-    """Whether this process and its children are what the terminal sends Ctrl-C to, wherever their input comes from."""
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
-    except OSError:
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
+class Witness:
+    """A process that does nothing, in this one's process group: a signal to the group ends it, one to this process
+    alone does not. It ends with this process, whose end of its input is closed then."""
+
+    COMMAND = (sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.buffer.read()")
+    SECONDS = 0.5
+    """How long it may take to end once it was signalled."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Witness:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def has_ended(self) -> bool:
+        """Whether the signal that has just come ended it; another takes its place. On Windows always: there Ctrl-C
+        goes to every process of the console, and cannot be sent to one."""
+        if os.name == "nt":
+            return True
+        try:
+            if self._process is None:
+                return False
+            self._process.wait(self.SECONDS)
+        except subprocess.TimeoutExpired:
+            return False
+        self._end()
+        self._start()
+        return True
+
+    def _start(self) -> None:
+        quiet = subprocess.DEVNULL
+        with suppress(OSError):  # no process to be had: every signal is passed on
+            self._process = subprocess.Popen(self.COMMAND, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+            process.wait()
 
 
 @contextmanager
 def _signals(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
-    """Handle signals for the block; only the main thread may."""
+    """Handle signals for the block, but those that are ignored; only the main thread may."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    heard = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handlers[number]) for number in heard}
     try:
         yield
     finally:

@@ -134,8 +134,12 @@ def run_capture(
     for problem in found["problems"]:
         output.warn(output.clean(problem))
     found["sentence"] = report.answer(found)
-    if not values.get("no_prove") and not _interrupted(found) and not found.get("failed"):
-        report.prove(found, list(values["preload"]), progress)
+    if not values.get("no_prove") and not report.was_interrupted(found) and not found.get("failed"):
+        try:
+            report.prove(found, list(values["preload"]), progress)
+        except KeyboardInterrupt:  # what was captured is kept, and told
+            found["interrupted"] = True
+            found["sentence"] = report.answer(found)
     return found
 
 
@@ -309,7 +313,7 @@ def _process(call: Mapping[str, Any]) -> str:
 
 def script_lines(script: Mapping[str, Any]) -> list[str]:
     """How the script ended, and which of its processes were not seen."""
-    lines = [f"the script itself failed: {script['end']}"] if script["status"] else []
+    lines = _end_lines(script)
     lines += [f"recorder: {error}" for error in script["failed"]]
     if script["without_report"]:
         lines.append(
@@ -320,6 +324,15 @@ def script_lines(script: Mapping[str, Any]) -> list[str]:
         f"a process ended inside {call}: add --call {call.split()[1]} to dump its inputs" for call in script["inside"]
     ]
     return lines + [f"not recorded: {each}" for each in script["not_recorded"]]
+
+
+def _end_lines(script: Mapping[str, Any]) -> list[str]:
+    """That the script failed; after Ctrl-C how it ended, where not by that."""
+    from sdpa_repro.capturing.report import stopped_by_user
+
+    if not script["status"] or stopped_by_user(script["status"], script["interrupted"]):
+        return []
+    return [f"the script {'ended' if script['interrupted'] else 'itself failed'}: {script['end']}"]
 
 
 def remarks(report: Report) -> list[str]:
@@ -351,10 +364,6 @@ def _proof(dump: Mapping[str, Any]) -> str:
         return ", proven: same layout, output bit for bit"
     what = "LAYOUT LOST" if found["layout_equal"] is False else "not proven"
     return f", {what}: {found['reason']}"
-
-
-def _interrupted(report: Report) -> bool:
-    return bool(report.get("interrupted") or (report["script"] or {}).get("interrupted"))
 
 
 def _model_names() -> tuple[str, ...]:

@@ -80,3 +80,45 @@ def test_dumps_of_ranks_that_were_not_heard_are_found_in_the_index(
     monkeypatch.setattr(ranks, "world", lambda: 2)
     found = together.of_ranks({**own, "failed": "rank 1 is gone"}, tmp_path, Options())
     assert "unheard.pt" in {dump["file"] for dump in found["dumps"]}
+
+
+def stopped(tmp_path: Path, status: int, *calls: dict[str, Any], inside: str = "") -> dict[str, Any]:
+    """The report of a script that Ctrl-C was pressed in."""
+    told = {**summary(), "wrong": 0, "raised": 0, "checked": len(calls), "calls": list(calls)}
+    state = "running" if inside else "ended"
+    run = ScriptRun(status, ({"pid": 1, "state": state, "summary": told, "inside": inside},), (), interrupted=True)
+    return report.of_script(run, tmp_path, Options())
+
+
+@pytest.mark.parametrize("status", [0, 1, 130])
+def test_ctrl_c_in_a_script_is_the_first_word_of_the_answer_and_its_status(tmp_path: Path, status: int) -> None:
+    found = stopped(tmp_path, status, {**record(0, "agrees", 0.5), "kept": None})
+    assert report.answer(found) == (
+        "interrupted: no wrong attention call: 1 attention call, the worst at 0.5 x its threshold"
+    )
+    assert report.exit_status(found) == 130
+
+
+@pytest.mark.parametrize("status", [0, 130])
+def test_ctrl_c_before_any_call_is_no_wrong_use(tmp_path: Path, status: int) -> None:
+    found = stopped(tmp_path, status)
+    assert report.answer(found) == "interrupted: no attention call was recorded"
+    assert report.exit_status(found) == 130
+
+
+def test_ctrl_c_before_any_call_tells_of_dumps_without_a_report(tmp_path: Path) -> None:
+    run = ScriptRun(130, ({"pid": 1, "state": "running", "inside": ""},), entries(tmp_path, "x.pt"), interrupted=True)
+    found = report.of_script(run, tmp_path, Options())
+    assert report.answer(found) == "interrupted: no attention call was recorded; what was dumped is kept"
+
+
+def test_the_call_in_which_ctrl_c_came_is_no_finding_but_that_of_a_crash_is(tmp_path: Path) -> None:
+    call = {**record(0, "agrees", 0.5), "kept": None}
+    assert stopped(tmp_path, 130, call, inside="call 1 of x")["script"]["inside"] == []
+    crashed = stopped(tmp_path, 139, call, inside="call 1 of x")
+    assert report.answer(crashed) == "interrupted: the script was killed by SIGSEGV inside call 1 of x"
+
+
+def test_a_model_that_is_stopped_before_any_call_is_interrupted(tmp_path: Path) -> None:
+    found = report.of_session({**summary(), "options": {}}, tmp_path) | {"interrupted": True}
+    assert report.answer(found) == "interrupted: no attention call was recorded"

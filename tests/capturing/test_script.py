@@ -19,7 +19,7 @@ import pytest
 from sdpa_repro import dump
 from sdpa_repro.capturing import report
 from sdpa_repro.capturing.records import Options
-from sdpa_repro.capturing.script import ScriptRun, command_of, run_script, signal_name
+from sdpa_repro.capturing.script import ScriptRun, Witness, command_of, run_command, run_script, signal_name
 from sdpa_repro.errors import InputError
 
 pytestmark = pytest.mark.slow
@@ -405,20 +405,76 @@ print("presses", len(presses), flush=True)
 """
 
 
+RUN_COUNTING = """
+from sdpa_repro.capturing import script
+from sdpa_repro.capturing.records import Options
+script.Witness.SECONDS = 60.0  # a busy machine may take its time
+print(script.run_script(["counting.py"], "dumps", Options()).interrupted)
+"""
+
+
+def test_ctrl_c_to_the_whole_group_reaches_a_script_once(tmp_path: Path) -> None:
+    """Without a terminal, as from a test runner or a notebook."""
+    (tmp_path / "counting.py").write_text(COUNTING)
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN_COUNTING],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job may inherit "ignore"
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=120)[0] == "presses 1\nTrue\n"
+
+
+def test_each_signal_to_the_group_is_told_from_one_to_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Witness() as witness:
+        monkeypatch.setattr(Witness, "SECONDS", 0.05)
+        assert not witness.has_ended()
+        monkeypatch.setattr(Witness, "SECONDS", 60.0)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            assert witness._process is not None
+            witness._process.send_signal(number)
+            assert witness.has_ended()
+        last = witness._process
+    assert last is not None
+    assert last.returncode == 0
+
+
+def test_ctrl_c_while_a_script_is_being_started_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not run on while nobody waits for it."""
+    start = subprocess.Popen
+
+    def pressed(command: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = start(command, **options)
+        if command[-1] == "300":
+            signal.raise_signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", pressed)
+    monkeypatch.setattr(Witness, "SECONDS", 0.05)
+    assert run_command(["sleep", "300"], dict(os.environ), None) == (128 + signal.SIGINT, True)
+
+
+def test_without_a_witness_every_signal_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Witness, "COMMAND", ("/nowhere/python",))
+    with Witness() as witness:
+        assert not witness.has_ended()
+
+
 def test_ctrl_c_reaches_a_script_once_also_when_its_input_is_a_file(tmp_path: Path) -> None:
     pty = pytest.importorskip("pty")
     (tmp_path / "counting.py").write_text(COUNTING)
-    program = (
-        "import sys; from sdpa_repro.capturing.script import run_script;"
-        "from sdpa_repro.capturing.records import Options;"
-        "run_script(['counting.py'], 'dumps', Options())"
-    )
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(tmp_path)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.execv(sys.executable, [sys.executable, "-c", program])
+        os.execv(sys.executable, [sys.executable, "-c", RUN_COUNTING])
     text = b""
     with open(terminal, "r+b", buffering=0) as screen:
         while re.search(rb"presses \d", text) is None:

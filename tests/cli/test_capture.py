@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sdpa_repro.capturing import report
 from sdpa_repro.cli import main
-from sdpa_repro.cli.capture import call_rows, command_line, parse_size
+from sdpa_repro.cli.capture import call_rows, command_line, parse_size, script_lines
 from sdpa_repro.dump import load
 from sdpa_repro.errors import InputError
 from tests.capturing import faults
@@ -240,3 +242,50 @@ def test_of_many_calls_the_table_shows_those_worth_a_look() -> None:
     shown = [int(row[0]) for row in rows]
     assert shown == [100, 200, 495, 496, 497, 498, 499]
     assert colours[shown.index(100)] == "red"
+
+
+def press(*_: object) -> None:
+    """Ctrl-C in this process."""
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_script_says_so_and_keeps_what_was_dumped(tmp_path: Path, capfd: Captured) -> None:
+    path = tmp_path / "stops.py"
+    path.write_text(
+        "import os, signal, time, torch\n"
+        "q = torch.randn(1, 2, 8, 16)\n"
+        "torch.nn.functional.scaled_dot_product_attention(q, q, q)\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"  # to the one that captures alone: it is passed on
+        "time.sleep(300)\n"
+    )
+    assert capture(tmp_path / "dumps", "--", str(path)) == 130
+    out = capfd.readouterr().out.splitlines()
+    assert out[0].startswith("interrupted: no wrong attention call: 1 attention call, ")
+    assert not [line for line in out if "failed" in line or "killed" in line]
+    assert len(list((tmp_path / "dumps").glob("*.pt"))) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_dumps_are_proven_keeps_them_and_tells_what_was_found(
+    tmp_path: Path, capfd: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "prove", press)
+    assert main(["capture", "--out", str(tmp_path / "dumps"), *TINY, "--pad", "7"]) == 130
+    assert capfd.readouterr().out.startswith("interrupted: no wrong attention call: ")
+    assert len(list((tmp_path / "dumps").glob("*.pt"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "interrupted", "said"),
+    [
+        (0, False, []),
+        (130, True, []),
+        (0, True, []),
+        (1, True, ["the script ended: exit status 1"]),
+        (130, False, ["the script itself failed: exit status 130"]),
+    ],
+)
+def test_how_a_script_ended_is_told_unless_the_user_stopped_it(status: int, interrupted: bool, said: list[str]) -> None:
+    script = {"status": status, "interrupted": interrupted, "end": f"exit status {status}"}
+    assert script_lines({**script, "failed": [], "without_report": 0, "inside": [], "not_recorded": []}) == said
