@@ -16,6 +16,7 @@ from sdpa_repro.capturing.tiny import NAME as EMBEDDED
 from sdpa_repro.dump import Dump
 from sdpa_repro.errors import InputError
 from sdpa_repro.publishing import wording
+from sdpa_repro.publishing.length_facts import adopted, of_call
 from sdpa_repro.publishing.limit import errors_in, fitted_limit, rounding_limit
 from sdpa_repro.publishing.running import ScriptRun, run_script
 from sdpa_repro.publishing.script import script
@@ -84,25 +85,31 @@ def story_of(
     inline: bool = False,
     runs: int = 1,
     searched: bool = True,
+    reduction: Mapping[str, Any] | None = None,
+    captured: AttentionCall | None = None,
+    told: Mapping[str, Any] | None = None,
 ) -> Story:
     """The story of `backend` failing on the dump's call, from a replay of it and what `explain` found (or nothing).
 
-    inline, runs, searched: as in `Story`.
+    inline, runs, searched: as in `Story`. captured, reduction, told: the call that was reduced to the dump's, the
+    document of that, and of an explanation of the captured call; all may be missing.
     """
+    rule = adopted(explanation, told or {}, dump.call) if captured is not None else ""
+    found = f"{rule} (found on the captured call: {of_call(captured)})" if captured is not None and rule else ""
     cells = [wording.mapping(cell) for cell in replayed.get("cells") or ()]
     mine = [cell for cell in cells if cell.get("backend") == backend and cell.get("dtype") == replayed.get("dtype")]
     status = str(mine[0].get("status")) if mine else "diverges"
     plain = Story(
         backend=backend,
         status=status if status in FAILURE else "diverges",
-        needs=tuple(wording.needed(explanation, dump.call)),
+        needs=tuple(wording.needed(explanation, dump.call, reduction, rule)),
         remarks=wording.remarks(explanation),
         inline=inline,
         runs=runs,
         searched=searched,
         **{**switches(dump.context), "device": device.partition(":")[0]},
     )
-    return replace(plain, cause=wording.cause(plain, explanation, replayed))
+    return replace(plain, cause=wording.cause(plain, explanation, replayed, found))
 
 
 def tried_script(

@@ -16,6 +16,7 @@ from sdpa_repro.errors import InputError
 from sdpa_repro.mask import describe
 from sdpa_repro.publishing import scope, wording
 from sdpa_repro.publishing.escaping import block, code, one_line, prose
+from sdpa_repro.publishing.length_facts import adopted
 from sdpa_repro.publishing.limit import errors_in
 from sdpa_repro.publishing.running import ScriptRun
 from sdpa_repro.publishing.script import odd_rows
@@ -38,7 +39,8 @@ class Report:
     any may be empty. origin, environment, captured_with: of the dump, untrusted. preloaded: files that ran first.
     versions: results from other releases (`torch`, `results` by backend). machine: what `collect_env` says. command:
     what writes this issue again. inline, stored: arguments whose values are not in closed form. result: what `call`
-    gave when it failed. captured, captured_explanation: the call that was reduced to `call`, and what is known of it.
+    gave when it failed. captured, captured_explanation, captured_replay: the call that was reduced to `call`, and the
+    documents about it.
     """
 
     call: AttentionCall
@@ -60,6 +62,12 @@ class Report:
     result: Tensor | None = None
     captured: AttentionCall | None = None
     captured_explanation: Mapping[str, Any] = field(default_factory=dict)
+    captured_replay: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def adopted(self) -> str:
+        """The captured call's length rule, where it is stated for want of one of `call`."""
+        return adopted(self.explanation, self.captured_explanation, self.call) if self.captured is not None else ""
 
     @property
     def emulated(self) -> bool:
@@ -128,7 +136,7 @@ def fields(report: Report) -> dict[str, Any]:
         "device": story.device,
         "cause": prose(story.cause),
         "rows": _rows(report),
-        "lengths_more": scope.lengths(report.explanation)[1],
+        "lengths_more": _lengths(report)[1],
         "why": why(report),
         "inputs": inputs(report.call, report.replay, story),
         "note": _note(report),
@@ -162,15 +170,36 @@ def _rows(report: Report) -> list[tuple[str, str]]:
     """The table of conditions: what is needed and what is not, which lengths, what comes out, where."""
     explained, cell = report.explanation, guilty_cell(report.replay, report.story)
     found = [
-        ("needed", _listed(wording.needed(explained, report.call)) or _none_needed(explained)),
-        ("not needed", _listed(wording.not_needed(explained, report.reduction))),
+        ("needed", _listed(_needed(report)) or _none_needed(explained)),
+        ("also fails", _listed(wording.also_fails(explained, report.reduction))),
         ("not tested", _listed(wording.not_tested(explained))),
-        ("length rule", scope.length_scope(report.call, explained, report.captured, report.captured_explanation)),
-        ("lengths tried", scope.lengths(explained)[0]),
+        ("lengths tried", _lengths(report)[0]),
         ("what it computes", wording.computes(explained)),
         ("wrong rows", wording.wrong_rows(cell, report.call.query.shape[-2], report.call.query.shape[-3])),
+        ("wrong rows of the captured call", _captured_rows(report)),
     ]
     return [(name, text) for name, text in found if text]
+
+
+def _needed(report: Report) -> list[str]:
+    """The conditions; the rule says for which of the two calls it holds."""
+    words = wording.needed(report.explanation, report.call, report.reduction, report.adopted)
+    note = scope.rule_note(report.call, report.explanation, report.captured, report.captured_explanation)
+    return [*words[:-1], words[-1] + note] if note else words
+
+
+def _lengths(report: Report) -> tuple[str, list[str]]:
+    return scope.lengths(report.explanation, report.captured_explanation, report.captured, report.adopted)
+
+
+def _captured_rows(report: Report) -> str:
+    """Which rows of the captured call are wrong: the reduced one keeps as few as it can."""
+    if report.captured is None or report.captured.query.dim() < 3:
+        return ""
+    cell = guilty_cell(
+        report.captured_replay or wording.mapping(report.captured_explanation.get("replay")), report.story
+    )
+    return wording.wrong_rows(cell, report.captured.query.shape[-2], report.captured.query.shape[-3], others=False)
 
 
 def _asked_for(report: Report) -> str:
@@ -188,9 +217,7 @@ def _asked_for(report: Report) -> str:
 
 def _none_needed(explained: Mapping[str, Any]) -> str:
     """That each thing that was changed left the failure as it was; "" where nothing was tried."""
-    return (
-        "nothing that was tried: it fails without each of these" if wording.texts(explained.get("not_needed")) else ""
-    )
+    return "nothing that was tried" if wording.texts(explained.get("not_needed")) else ""
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shlex
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from sdpa_repro.publishing.version_results import read_results
 from sdpa_repro.publishing.version_row import Row
 from sdpa_repro.publishing.version_table import issue_rows
 from sdpa_repro.publishing.versions import collect_env, table
+from sdpa_repro.publishing.wording import mapping
 from sdpa_repro.reducing.dump_reducer import reduce_dump
 from sdpa_repro.replaying.backends import Backend
 from sdpa_repro.replaying.interrupts import interrupts
@@ -34,6 +36,9 @@ from sdpa_repro.replaying.worker import Worker
 MANY_RUNS, FEW_RUNS = 20, 3
 HANGS_AFTER, TIMEOUT_SECONDS = 30.0, 120.0
 """Seconds for a kernel that did not return before, and for any other."""
+
+LEAST = 2.0
+"""Seconds below which no search for a length rule is begun."""
 
 SMALL = 1 << 20
 """Elements of all tensors up to which a call is run `MANY_RUNS` times to see whether it is deterministic."""
@@ -101,13 +106,16 @@ def publish(
         worker,
         captured or {},
     )
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sdpa-repro-") as scratch, interrupts() as pressed:
         case = _reduced(options, seen, Path(scratch), reduction)
         if not pressed:
             case = _explained(options, case, explanation)
-        if pressed:  # both searches end with what they have
+        if not pressed:
+            options = replace(options, captured=_told(options, case, seen, time.monotonic() - began))
+        if pressed:  # the searches end with what they have
             raise KeyboardInterrupt("nothing was written")
-        return _written(options, case)
+        return _written(options, case, seen)
 
 
 @dataclass(frozen=True)
@@ -215,8 +223,31 @@ def _explained(options: _Options, case: _Case, explanation: Mapping[str, Any] | 
     return replace(case, explanation=found.document())
 
 
-def _written(options: _Options, case: _Case) -> Published:
-    """Tell the story, run the script, write the files."""
+def _told(options: _Options, case: _Case, seen: Replay, spent: float) -> Mapping[str, Any]:
+    """What is known of the captured call; its lengths are searched where those of the reduced call gave no rule.
+
+    seen: its replay. spent: seconds of the budget that are gone.
+    """
+    rule = mapping(case.explanation.get("length_rule"))
+    varied = rule.get("rule") is None and rule.get("fails") and rule.get("passes")
+    left = None if options.budget is None else options.budget - spent
+    if options.captured or not (options.explain and case.reduction and varied) or (left is not None and left < LEAST):
+        return options.captured
+    options.say("no rule over the reduced call's lengths: looking for that of the captured call")
+    return explain(
+        options.path,
+        device=options.device,
+        backend=case.backend,
+        preload=options.preload,
+        budget=left,
+        parts=("length_rule",),
+        progress=options.say,
+        replayed=seen,
+    ).document()
+
+
+def _written(options: _Options, case: _Case, seen: Replay) -> Published:
+    """Tell the story, run the script, write the files. seen: the replay of the captured call."""
     original, dump = load(options.path), load(case.path)
     recipes = recipes_of(dump)
     values = options.include_values or is_synthetic(original.origin)
@@ -230,6 +261,9 @@ def _written(options: _Options, case: _Case) -> Published:
         inline=values,
         runs=case.runs,
         searched=bool(case.reduction),
+        reduction=case.reduction,
+        captured=original.call if case.reduction else None,
+        told=options.captured,
     )
     tensors = tensor_lines(dump.call, recipes, inline=story.inline, file=story.file)
     beside = {story.file: case.path} if tensors.stored else {}
@@ -257,6 +291,7 @@ def _written(options: _Options, case: _Case) -> Published:
         result=dump.output,
         captured=original.call if case.reduction else None,
         captured_explanation=options.captured,
+        captured_replay=seen.document() if case.reduction else {},
     )
     contents: dict[str, str | bytes] = {files.SCRIPT: made.text, files.ISSUE: issue(report, options.template)}
     notes = (*case.notes, *left_out)

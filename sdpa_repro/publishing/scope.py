@@ -6,6 +6,7 @@ Everything here returns Markdown; "" where nothing is known.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from sdpa_repro.attention import AttentionCall, is_rule
 from sdpa_repro.publishing.escaping import one_line, prose
+from sdpa_repro.publishing.length_facts import counts, hidden, of_call
 from sdpa_repro.publishing.wording import mapping, texts
 from sdpa_repro.replaying.reference import reference
 from sdpa_repro.switches import dtype_name
@@ -23,6 +25,9 @@ ALIKE = 0.02
 
 LONG = 200
 """Characters of the words about lengths above which a table has a summary of them."""
+
+_NEAR = ("nearest passing: ", "incomplete: ")
+_HELD_OUT = re.compile(r"^\d+ lengths? held out of the fit: ")
 
 _OF_THIS_CALL = ("attn_mask", "is_causal", "enable_gqa")
 """Arguments that reducing changes: a line about them need not fit the captured call."""
@@ -52,10 +57,10 @@ def worst_element(call: AttentionCall, output: Tensor | None, error: float | Non
     return f"element [{at}]: expected {float(right[place]):.6g}, got {float(output[place]):.6g}"
 
 
-def length_scope(
+def rule_note(
     call: AttentionCall, explained: Mapping[str, Any], captured: AttentionCall | None, told: Mapping[str, Any]
 ) -> str:
-    """For which head_dim the length rule holds, where the captured call has another head_dim or another rule.
+    """What follows the length rule of `call` in brackets, where the captured call has another head_dim or rule.
 
     explained: of `call`; told: of the captured call, or empty.
     """
@@ -65,37 +70,104 @@ def length_scope(
     mine, other = call.query.shape[-1], captured.query.shape[-1]
     if mine == other and (not there or here == there):
         return ""
-    first = f"at head_dim {mine}: {here}"
-    if there:
-        return prose(f"{first}; in the captured call (head_dim {other}): {there}")
-    return prose(f"{first}; the captured call has head_dim {other}, where the rule may be another")
+    if not there:
+        return f" (at head_dim {mine}; not known for the captured call, head_dim {other})"
+    same = "the same in the captured call" if here == there else "in the captured call"
+    return f" ({same}, head_dim {other}{'' if here == there else f': {there}'})"
 
 
 def _rule(explained: Mapping[str, Any]) -> str:
     return one_line(mapping(explained.get("length_rule")).get("rule") or "")
 
 
-def lengths(explained: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """What the table says about the lengths tried, and the sentences that are too long for it."""
+def lengths(
+    explained: Mapping[str, Any],
+    told: Mapping[str, Any] | None = None,
+    captured: AttentionCall | None = None,
+    adopted: str = "",
+) -> tuple[str, list[str]]:
+    """What the table says about the lengths tried, and the sentences that are too long for it.
+
+    told, captured: the explanation of the captured call, and that call. adopted: its rule, where the issue states it.
+    """
+    told = told or {}
+    if adopted and captured is not None:
+        more = [f"captured call: {text}" for text in _sentences(told)]
+        return _of_both(explained, told, adopted), [
+            prose(text) for text in (*more, *(f"reduced call: {text}" for text in _sentences(explained)))
+        ]
     rule = mapping(explained.get("length_rule"))
     words = [text for text in texts(rule.get("words")) if not text.startswith("fails when ")]
+    contrary = _contrary(explained, told, captured)
     if not words:
-        return _counts(rule), []
+        return _counts(explained), []
     if len(words) <= 2 or sum(map(len, words)) <= LONG:
-        return "; ".join(prose(text) for text in words), []
-    near = [text for text in words if text.startswith(("nearest passing: ", "incomplete: "))]
-    counted = _counts(rule)
+        return "; ".join([*map(prose, words), *contrary]), []
+    near = [text for text in words if text.startswith(_NEAR)]
+    counted, listed = _counts(explained), _sentences(explained)
     if not counted:
-        counted, near, words = prose(words[0]), [text for text in near if text != words[0]], words[1:]
-    return "; ".join([counted, *map(prose, near)]), [prose(text) for text in words if text not in near]
+        counted, near = prose(words[0]), [text for text in near if text != words[0]]
+        listed = [text for text in listed if text != words[0]]
+    return "; ".join([counted, *map(prose, near), *contrary]), [prose(text) for text in listed]
 
 
-def _counts(rule: Mapping[str, Any]) -> str:
-    if not rule.get("rule") or rule.get("fails") is None:
+def _of_both(explained: Mapping[str, Any], told: Mapping[str, Any], rule: str) -> str:
+    """The counts of the captured call, and how many of its failing lengths the reduced call's values do not show."""
+    text = f"captured call: {_counts(told)}"
+    passing, tried = hidden(explained, rule)
+    if passing:
+        text += f"; reduced call: at its values {passing} of the {tried} pairs that the rule names do not show it"
+    return text
+
+
+def _contrary(explained: Mapping[str, Any], told: Mapping[str, Any], captured: AttentionCall | None) -> list[str]:
+    """A rule of the captured call that is not stated as that of the reduced call, which has none."""
+    there = _rule(told)
+    if captured is None or not there or _rule(explained):
+        return []
+    return [prose(f"the captured call ({of_call(captured)}) fails when {there}")]
+
+
+def _sentences(explained: Mapping[str, Any]) -> list[str]:
+    """A line for each sweep, the pairs apart from them, the sum; what the table says is left out."""
+    rule = mapping(explained.get("length_rule"))
+    said = [text for text in texts(rule.get("words")) if not text.startswith(("fails when ", *_NEAR))]
+    said = [text for text in said if not _HELD_OUT.search(text) and text != rule.get("why")]
+    apart = _apart(rule)
+    number = counts(explained)
+    if apart:
+        said.append(apart)
+    if number and rule.get("sweeps"):
+        said.append(f"a pair on several of these lines counts once: {_sum(number)}")
+    return said
+
+
+def _apart(rule: Mapping[str, Any]) -> str:
+    """The pairs off the sweeps: "pairs (L, S) apart from these: (2, 9) fail; (3, 4), (5, 6) pass"."""
+    groups: dict[bool, list[str]] = {True: [], False: []}
+    for one in map(mapping, rule.get("apart") or ()):
+        groups[one.get("fails") is True].append(f"({one.get('L')}, {one.get('S')})")
+    said = [
+        f"{', '.join(listed)} {verb}{ending * (len(listed) == 1)}"
+        for listed, verb, ending in ((groups[True], "fail", "s"), (groups[False], "pass", "es"))
+        if listed
+    ]
+    return f"pairs (L, S) apart from these: {'; '.join(said)}" if said else ""
+
+
+def _sum(number: tuple[int, int]) -> str:
+    fails, passes = number
+    pairs = "pair (L, S) fails" if fails == 1 else "pairs (L, S) fail"
+    return f"{fails} {pairs} and {passes} pass{'es' if passes == 1 else ''}"
+
+
+def _counts(explained: Mapping[str, Any]) -> str:
+    rule, number = mapping(explained.get("length_rule")), counts(explained)
+    if not rule.get("rule") or number is None:
         return ""
-    text = f"{rule.get('fails')} that fail and {rule.get('passes')} that pass, all as {rule['rule']} says"
+    text = f"{_sum(number)}, all as the rule says"
     if rule.get("held_out"):
-        text += f"; {rule['held_out']} of them were held out of the fit"
+        text += f" ({rule['held_out']} of them held out of the fit)"
     return prose(text)
 
 

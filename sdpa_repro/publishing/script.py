@@ -35,8 +35,9 @@ for name in {order}:
 {declined}
         continue
     {error}
-    rows = (~(error <= limit)).view(-1, error.shape[-1]).any(0).nonzero().flatten().tolist()  # NaN counts
-    print(f"{{name:20}} {{error.max():10.4g}}" + f"  wrong in query rows {{rows[:8]}}" * bool(rows))
+    at = F.pad((~(error <= limit)).view(-1, error.shape[-1]).any(0).int(), (1, 1)).diff().nonzero()[:, 0].tolist()
+    rows = [f"{{a}}-{{b - 1}}" if b - a > 1 else str(a) for a, b in zip(at[:16:2], at[1::2])] + ["..."] * (len(at) > 16)
+    print(f"{{name:20}} {{error.max():10.4g}}" + f"  wrong in query rows {{', '.join(rows)}}" * bool(rows))
     wrong += [name] * bool(rows)
 """
 
@@ -98,8 +99,9 @@ def script(call: AttentionCall, recipes: Mapping[str, Recipe], story: Story) -> 
 def header(story: Story, tensors: TensorText) -> str:
     """The comment on top: what is wrong, what it takes, and why values are not in closed form where they are not."""
     said = [story.cause or f"{story.backend} {FAILURE[story.status]}."]
-    if story.needs:
-        said.append(f"Needs: {'; '.join(story.needs)}.")
+    needs = [need for need in story.needs if need not in said[0]]
+    if needs:
+        said.append(f"Needs: {'; '.join(needs)}.")
     if story.runs > 1:
         said.append(f"It does not fail every time: each backend runs {story.runs} times.")
     names = _and(tensors.inline or tensors.stored)

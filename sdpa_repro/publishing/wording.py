@@ -12,6 +12,7 @@ from typing import Any
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.explaining.factors import FACTORS
 from sdpa_repro.publishing.escaping import code, one_line, prose
+from sdpa_repro.publishing.length_facts import pairs
 from sdpa_repro.publishing.story import FAILURE, Story
 from sdpa_repro.switches import dtype_name
 
@@ -28,17 +29,44 @@ PHRASES = {
 }
 """Factors as a PyTorch developer would put them; the others are worded as in `explain`."""
 
-SPARED = {
-    "values": "particular values",
-    "dtype": "this dtype (others fail too)",
-    "length_L": "this L",
-    "length_S": "this S",
-    "alignment": "pointer alignment",
+ALSO = {
+    "attn_mask": "without a mask",
+    "key_value_head_stride_0": "with key and value copied for every head",
+    "no_grad": "with a gradient recorded",
+    "length_L": "at other L",
+    "length_S": "at other S",
+    "values": "with other values",
+    "dtype": "in another dtype",
+    "head_dim": "at another head_dim",
+    "query_layout": "with a contiguous query",
+    "key_value_layout": "with contiguous key and value",
+    "scale": "without a given scale",
+    "batch": "with one batch row",
+    "heads": "with fewer heads",
+    "enable_gqa": "with key and value heads copied for enable_gqa",
+    "fully_masked_rows": "without fully masked rows",
+    "left_padding": "without left padding",
+    "bool_mask": "with 0 and -inf as the mask",
+    "float_mask": "with an equal bool mask",
+    "mask_dtype": "with the mask in the query's dtype",
+    "mask_head_broadcast": "with the mask copied for every head",
+    "no_mask": "with a mask that hides nothing",
+    "default_scale": "with the scale given",
+    "causal_flag": "with an equal mask for is_causal",
+    "grad": "without a gradient",
+    "memory_overlap": "with value in memory of its own",
+    "alignment": "at other pointer alignment",
 }
-"""Factors that are not needed."""
+"""The change of a factor that was tried, for those that are not needed."""
 
-REDUCED = {"B": "batch", "H": "number of heads", "E": "head_dim", "values": "particular values", "dtype": "dtype"}
-"""Rows of a reduction's table that the factors of `explain` may lack, in words."""
+COUNTED = {"B": "batch", "H": "heads"}
+"""Rows of a reduction's table that say whether a number can be 1, and the factors of `explain` for that.
+
+`explain` keeps the stride of a repeated head when it takes fewer heads, a maintainer who writes 1 does not.
+"""
+
+REDUCED = ("values", "dtype")
+"""Rows of a reduction's table that `explain` may lack and the script does not show."""
 
 WRITTEN_OUT = "matmul, softmax, matmul written out (transformers' eager)"
 """PyTorch people mean something else by eager."""
@@ -47,20 +75,26 @@ _EAGER = re.compile(r"\beager\b")
 _ISSUE = re.compile(r"^(?:ROCm/)?pytorch#\d+$")
 _DENSE = re.compile(r"^((?:query|key|value)(?:, (?:query|key|value))*) = .*\.contiguous\(\)$")
 _LENGTHS = ("length_L", "length_S")
+_TILES = re.compile(r": S = \d+, the last key tile of [^:]*? left out")
+_CAPTURED = re.compile(r" \(found on the captured call: [^()]*\)")
 
 
-def cause(story: Story, explanation: Mapping[str, Any], replay: Mapping[str, Any]) -> str:
-    """One plain sentence: what the backend does and when, ending in a full stop."""
+def cause(story: Story, explanation: Mapping[str, Any], replay: Mapping[str, Any], rule: str = "") -> str:
+    """One plain sentence: what the backend does and when, ending in a full stop.
+
+    rule: over lengths, with what follows it in brackets, where the explanation has none of its own.
+    """
     said = explanation.get("sentence")
     if not said:
         what = mapping(explanation.get("hypothesis")).get("sentence")
-        rule = mapping(explanation.get("length_rule")).get("rule")
-        said = replay.get("sentence") if not what and not rule else None
+        own = mapping(explanation.get("length_rule")).get("rule")
+        said = replay.get("sentence") if not what and not own else None
         if not said:
             said = f"{story.backend}: {what}" if what else f"{story.backend} {FAILURE[story.status]}"
-            said += f", when {rule}" if rule else ""
+            said += f" when {own}" if own else ""
     text = one_line(said, 400).partition("; known: ")[0].partition("; possibly ")[0]
-    text = re.sub(r" \(with [^()]* preloaded\)$", "", text).rstrip(".")
+    text = re.sub(r" \(with [^()]* preloaded\)$", "", text).rstrip(".").replace(", when ", " when ")
+    text += f" when {rule}" if rule else ""
     return text + (", but not in every run." if story.runs > 1 and "runs" not in text else ".")
 
 
@@ -68,7 +102,8 @@ def title(story: Story, sentence: str, needs: Sequence[str], *, emulated: bool) 
     """The issue's title as plain text: where, what, when."""
     where = story.device.upper() + (", with files preloaded" if emulated else "")
     text = sentence.rstrip(".").removeprefix(story.backend)
-    text = re.sub(r"\b(row) \(\d+\)", r"\1", text).replace(", when ", " when ")
+    text = re.sub(r"\b(row|key) \(\d+\)", r"\1", text)
+    text = _CAPTURED.sub("", _TILES.sub("", text))
     joined = f"SDPA {story.backend} ({where}){'' if text.startswith((':', ' ')) else ': '}{text}"
     layout = next((need for need in needs if "stride 0" in need), None)
     if layout and len(joined) + len(layout) < 170:
@@ -76,38 +111,70 @@ def title(story: Story, sentence: str, needs: Sequence[str], *, emulated: bool) 
     return one_line(joined, 200)
 
 
-def needed(explanation: Mapping[str, Any], call: AttentionCall) -> list[str]:
-    """The conditions in plain words; the length rule in place of "the length"."""
+def needed(
+    explanation: Mapping[str, Any], call: AttentionCall, reduction: Mapping[str, Any] | None = None, rule: str = ""
+) -> list[str]:
+    """The conditions in plain words; the length rule, last, in place of "the length".
+
+    rule: one to state where the explanation has none. reduction: its table may say that several heads are needed.
+    """
     here = {
         "dtype": dtype_name(call.query.dtype),
         "head_dim": f"head_dim {call.query.shape[-1]}",
-        "length_L": f"L = {call.query.shape[-2]}",
-        "length_S": f"S = {call.key.shape[-2]}",
+        "length_L": _length("L", call.query.shape[-2], explanation),
+        "length_S": _length("S", call.key.shape[-2], explanation),
     }
-    rule = mapping(explanation.get("length_rule")).get("rule")
-    factors = [factor for factor in texts(explanation.get("needed")) if not (rule and factor in _LENGTHS)]
+    rule = one_line(mapping(explanation.get("length_rule")).get("rule") or rule)
+    given = texts(explanation.get("needed"))
+    factors = [factor for factor in given if not (rule and factor in _LENGTHS)]
     words = [here.get(factor) or factor_words(factor) for factor in factors]
+    if (
+        "heads" not in given
+        and "key_value_head_stride_0" not in given
+        and "H" in texts(mapping(reduction).get("needed"))
+    ):
+        words.append("more than one head")
     for pair in explanation.get("alternatives") or ():
         words.append("one of " + " and ".join(factor_words(factor) for factor in texts(pair)))
-    return [*words, one_line(rule)] if rule else words
+    return [*words, rule] if rule else words
 
 
-def not_needed(explanation: Mapping[str, Any], reduction: Mapping[str, Any]) -> list[str]:
-    """What was changed and the failure stayed; things that the call never had are left out."""
+def _length(name: str, number: int, explanation: Mapping[str, Any]) -> str:
+    """A length that matters without a rule: this one, or one of several that fail."""
+    failing = {pair["LS".index(name)] for pair, fails in pairs(explanation).items() if fails}
+    return f"some lengths {name}, such as {number}" if failing - {number} else f"{name} = {number}"
+
+
+def also_fails(explanation: Mapping[str, Any], reduction: Mapping[str, Any]) -> list[str]:
+    """What was changed and the failure stayed, in words that follow "also fails".
+
+    Left out: things that the call never had, and numbers of heads or batch rows that the reduction found to matter.
+    """
     why = mapping(explanation.get("why"))
+    matters = {COUNTED[name] for name in texts(reduction.get("needed")) if name in COUNTED}
     found = {}
     for factor in texts(explanation.get("not_needed")):
-        if not why or ": fails" in str(why.get(factor, "")):
-            found[factor] = SPARED.get(factor) or factor_words(factor)
-    shrunk = texts(reduction.get("not_needed"))
-    alike = {"B": "batch", "H": "heads", "E": "head_dim", "values": "values", "dtype": "dtype"}
-    before, after = mapping(reduction.get("from")), mapping(reduction.get("to"))
-    for name in shrunk:
-        changed = before.get(name) != after.get(name) or name in ("dtype", "values")
-        if name in REDUCED and alike[name] not in found and changed:
-            found[alike[name]] = REDUCED[name]
+        told = str(why.get(factor, ""))
+        if factor not in matters and (not why or ": fails" in told):
+            found[factor] = _changed(factor, told)
+    for factor in texts(reduction.get("not_needed")):
+        if factor in REDUCED and factor not in found:
+            found[factor] = ALSO[factor]
     wanted = set(texts(explanation.get("needed")))
     return [words for factor, words in found.items() if factor not in wanted]
+
+
+def _changed(factor: str, told: str) -> str:
+    """The change of a factor, with what exactly fails where the explanation tells it: "in float16 and float32"."""
+    failing = re.findall(r"(?:[(;] ?)([^():;]+): fails", told)
+    if factor in ("dtype", "head_dim") and failing:
+        names = [text.removeprefix("head_dim ") for text in failing]
+        return f"{'in' if factor == 'dtype' else 'at head_dim'} {' and '.join(names)}"
+    if factor == "heads" and re.search(r" alone, contiguous [^:;]+: passes", told):
+        return "with one head whose stride stays 0"
+    if factor == "heads" and any(" alone" in text for text in failing):
+        return "with one head"
+    return ALSO.get(factor) or f"without {factor_words(factor)}"
 
 
 def not_tested(explanation: Mapping[str, Any]) -> list[str]:
@@ -128,13 +195,15 @@ def computes(explanation: Mapping[str, Any]) -> str:
     outside = mapping(explanation.get("poison"))
     exact = "" if "NaN" in str(sentence) else ", to rounding, in every wrong row"
     words = [prose(sentence) + exact] if sentence else []
+    if sentence and str(sentence) in str(explanation.get("sentence")):  # it stands right above
+        words = ["what the sentence above says" + exact] if exact else []
     if outside.get("reads_outside") is True:
         words.append("it reads memory outside its inputs: " + prose(outside.get("words", "")))
     return "; ".join(words)
 
 
-def wrong_rows(cell: Mapping[str, Any], rows: int, heads: int) -> str:
-    """Which rows of which heads are wrong, from a cell of the replay table."""
+def wrong_rows(cell: Mapping[str, Any], rows: int, heads: int, *, others: bool = True) -> str:
+    """Which rows of which heads are wrong, from a cell of the replay table; `others`: and that the others are right."""
     bad = mapping(cell.get("bad"))
     if not bad:
         return ""
@@ -142,8 +211,9 @@ def wrong_rows(cell: Mapping[str, Any], rows: int, heads: int) -> str:
     text = f"query row{'s' * (which[1] != 1)} {which[0]} of 0…{rows - 1}"
     if which[1] == rows:
         text = f"every query row, 0…{rows - 1}," if rows > 1 else "the one query row"
-    text += " in every head" if where[1] == heads else f" in head{'s' * (where[1] != 1)} {where[0]} of 0…{heads - 1}"
-    return text + "; every other row is within rounding of float64" * (which[1] < rows)
+    every = "in every head" if heads > 1 else "in the one head"
+    text += f" {every}" if where[1] == heads else f" in head{'s' * (where[1] != 1)} {where[0]} of 0…{heads - 1}"
+    return text + "; every other row is within rounding of float64" * (which[1] < rows and others)
 
 
 def _indices(listed: Any) -> tuple[str, int]:

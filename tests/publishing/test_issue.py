@@ -12,6 +12,7 @@ import torch
 from markdown_it import MarkdownIt
 
 from sdpa_repro.errors import InputError
+from sdpa_repro.explaining.factors import FACTORS
 from sdpa_repro.publishing import versions, wording
 from sdpa_repro.publishing.issue import Report, check_template, fields, issue
 from sdpa_repro.publishing.running import ScriptRun
@@ -24,10 +25,10 @@ hostile = pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 OUTPUT = """\
 torch 2.13.0+cpu on cpu; largest error against float64, at most 0.25 is rounding
 MATH                  3.553e-15
-FLASH_ATTENTION              16  wrong in query rows [32]
+FLASH_ATTENTION              16  wrong in query rows 32
 EFFICIENT_ATTENTION  declined: No viable backend for scaled_dot_product_attention was found
 CUDNN_ATTENTION      declined: No viable backend for scaled_dot_product_attention was found
-default                      16  wrong in query rows [32]
+default                      16  wrong in query rows 32
 Traceback (most recent call last):
   File "repro.py", line 33, in <module>
     assert not wrong, f"wrong result from {', '.join(wrong)}"
@@ -131,9 +132,9 @@ def test_it_answers_what_maintainers_ask_first() -> None:
     text = issue(report())
     for said in (
         "| needed | an attn_mask · key and value expanded from one head (head stride 0) · no grad · L % 32 == 1",
-        "| not needed | particular values · this dtype (others fail too) · this S |",
+        "| also fails | with other values · in float16 and float32 · at other S |",
         "| lengths tried | S = L, 1…353: all 11 lengths with L % 32 == 1 fail, all 310 others pass |",
-        "| what it computes | the last query row (32) was computed with mask row 0, to rounding, in every wrong row |",
+        "| what it computes | what the sentence above says, to rounding, in every wrong row |",
         "| wrong rows | query row 32 of 0…32 in every head; every other row is within rounding of float64 |",
         "Mask: causal mask (bool); no row is fully masked.",
         "Largest magnitudes: 0 in query, 0 in key, 32 in value; nothing is NaN or infinite.",
@@ -163,7 +164,7 @@ def test_the_script_and_the_output_are_those_of_the_run() -> None:
     text = issue(made)
     assert f"```python\n{made.script.rstrip()}\n```" in text
     shown = text[text.index("Output (") : text.index("Expected:")]
-    assert "default                      16  wrong in query rows [32]\nAssertionError: wrong result" in shown
+    assert "default                      16  wrong in query rows 32\nAssertionError: wrong result" in shown
     assert "Traceback" not in shown
 
 
@@ -191,7 +192,7 @@ def test_what_holds_for_the_reduced_call_alone_is_marked_and_the_captured_one_de
     text = issue(report(explanation=told, captured=call))
     assert "- flag: `attn_mask, is_causal = None, True` (for this reduced call)\n" in text
     assert f" The captured call: bfloat16; query {tuple(call.query.shape)} stride " in text
-    assert "held out of the fit; nearest passing: L = 32, S = 32 |\n" in text
+    assert "held out of the fit); nearest passing: L = 32, S = 32 |\n" in text
     assert "<details><summary>All lengths tried</summary>\n\n- S = L, 1…353: 0, 1, " in text
 
 
@@ -354,7 +355,7 @@ def test_a_title_without_a_cause_reads_as_a_sentence() -> None:
 
 def test_what_fails_whatever_is_changed_says_so() -> None:
     told = {**EXPLANATION, "needed": [], "length_rule": None}
-    assert "| needed | nothing that was tried: it fails without each of these |" in issue(report(explanation=told))
+    assert "| needed | nothing that was tried |" in issue(report(explanation=told))
 
 
 def test_what_fails_now_and_then_says_so_and_does_not_call_the_suspect_right() -> None:
@@ -367,7 +368,7 @@ def test_what_fails_now_and_then_says_so_and_does_not_call_the_suspect_right() -
 
 def test_a_backend_that_raises_is_told_as_one() -> None:
     story = Story("FLASH_ATTENTION", "error", "FLASH_ATTENTION raises x.", limit=0.25)
-    run = ScriptRun(1, OUTPUT.replace("     16  wrong in query rows [32]", "raised: x"), 2.0, "")
+    run = ScriptRun(1, OUTPUT.replace("     16  wrong in query rows 32", "raised: x"), 2.0, "")
     text = issue(report(story=story, run=run))
     assert "MATH agrees with it (largest error 3.55e-15); FLASH_ATTENTION raises an error." in text
     assert "Expected: FLASH_ATTENTION returns, or declines before it begins" in text
@@ -407,8 +408,127 @@ def test_rows_are_counted_as_people_do() -> None:
     def cell(*rows: int) -> dict[str, Any]:
         return {"bad": {"batches": [0], "heads": [0], "rows": list(rows)}}
 
-    assert wording.wrong_rows(cell(0), 1, 1) == "the one query row in every head"
-    assert wording.wrong_rows(cell(0, 1), 2, 1) == "every query row, 0…1, in every head"
+    assert wording.wrong_rows(cell(0), 1, 1) == "the one query row in the one head"
+    assert wording.wrong_rows(cell(0, 1), 2, 1) == "every query row, 0…1, in the one head"
+
+
+LAST_KEY: dict[str, Any] = {
+    "sentence": "FLASH_ATTENTION: the last query row was computed without the last key (32): S = 33, "
+    "the last key tile of 8 or 32 left out",
+    "needed": ["length_S"],
+    "not_needed": ["no_grad"],
+    "length_rule": {
+        "rule": None,
+        "words": ["no simple rule over residues and bounds of L and S"],
+        "sweeps": [{"fixed": {"L": 33}, "failing": [[33, 33], [65, 65]], "passing": [[2, 32], [34, 64], [66, 98]]}],
+    },
+}
+TOLD: dict[str, Any] = {
+    "length_rule": {
+        "rule": "S % 32 == 1",
+        "held_out": 4,
+        "held_out_right": 4,
+        "sweeps": [{"fixed": {"L": 97}, "failing": [[33, 33], [65, 65], [97, 97]], "passing": [[2, 32], [34, 64]]}],
+        "words": ["fails when S % 32 == 1"],
+    }
+}
+
+
+def test_the_rule_of_the_captured_call_is_stated_where_the_reduced_call_shows_none() -> None:
+    call, recipes = tail()
+    rule = "S % 32 == 1 (found on the captured call: head_dim 64, L = 97, S = 97)"
+    story = Story("FLASH_ATTENTION", limit=0.25)
+    story = replace(
+        story,
+        cause=wording.cause(story, LAST_KEY, REPLAY, rule),
+        needs=tuple(wording.needed(LAST_KEY, call, None, "S % 32 == 1")),
+    )
+    captured, _ = closed(rows=97, width=64)
+    made = report(
+        story=story,
+        script=script(call, recipes, story),
+        explanation=LAST_KEY,
+        captured=captured,
+        captured_explanation=TOLD,
+    )
+    text = issue(made)
+    assert (
+        "\nFLASH_ATTENTION: the last query row was computed without the last key (32): S = 33, the last key tile of "
+        f"8 or 32 left out when {rule}.\n"
+    ) in text
+    assert made.title == (
+        "SDPA FLASH_ATTENTION (CPU): the last query row was computed without the last key when S % 32 == 1"
+    )
+    assert "| needed | S % 32 == 1 |\n" in text
+    assert (
+        "| captured call: 3 pairs (L, S) fail and 62 pass, all as the rule says (4 of them held out of the fit); "
+        "reduced call: at its values 1 of the 3 pairs that the rule names do not show it |\n"
+    ) in text
+    assert "S = 33." not in made.script
+    assert "no simple rule" not in text[: text.index("<details>")]
+
+
+def test_a_length_without_a_rule_is_not_told_to_be_the_only_one() -> None:
+    call, _ = tail()
+    assert wording.needed(LAST_KEY, call) == ["some lengths S, such as 33"]
+    assert wording.needed({**LAST_KEY, "length_rule": None}, call) == ["S = 33"]
+
+
+def test_the_wrong_rows_of_the_captured_call_are_told_beside_those_of_the_reduced_one() -> None:
+    captured, _ = closed(rows=200, heads=4)
+    bad = {"batches": [0], "heads": [0, 1, 2, 3], "rows": list(range(16, 32))}
+    seen = {"dtype": "bfloat16", "cells": [{**REPLAY["cells"][0], "bad": bad}]}
+    line = "| wrong rows of the captured call | query rows 16…31 of 0…199 in every head |\n"
+    assert line in issue(report(captured=captured, captured_replay=seen))
+    assert line in issue(report(captured=captured, captured_explanation={"replay": seen}))
+    assert "of the captured call" not in issue(report(captured_replay=seen))
+
+
+def test_heads_that_the_reduction_needs_are_not_among_what_also_fails() -> None:
+    told = {
+        "not_needed": ["heads", "batch"],
+        "why": {"heads": "x (query head 0 alone: fails)", "batch": "x (a: fails)"},
+    }
+    assert wording.also_fails(told, {}) == ["with one head", "with one batch row"]
+    assert wording.also_fails(told, {"needed": ["H"]}) == ["with one batch row"]
+    plain, still = "head 0 alone, contiguous key: passes", "head 0 alone, key still with head stride 0: fails"
+    limited = {"not_needed": ["heads"], "why": {"heads": f"several query heads ({plain}; {still})"}}
+    assert wording.also_fails(limited, {}) == ["with one head whose stride stays 0"]
+    call, _ = tail()
+    assert wording.needed({}, call, {"needed": ["H"]}) == ["more than one head"]
+    repeated = {"needed": ["key_value_head_stride_0"]}
+    assert wording.needed(repeated, call, {"needed": ["H"]}) == wording.needed(repeated, call)
+
+
+def test_what_also_fails_names_what_was_tried() -> None:
+    why = {
+        "dtype": "this dtype (float32: fails; float16: passes)",
+        "head_dim": "a head_dim of this class (head_dim 64: fails; head_dim 128: fails)",
+        "heads": "several query heads (two query heads: fails)",
+        "no_mask": "the absence of a mask (a bool mask that hides nothing: fails)",
+    }
+    assert wording.also_fails({"not_needed": list(why), "why": why}, {"not_needed": ["values", "E", "B"]}) == [
+        "in float32",
+        "at head_dim 64 and 128",
+        "with fewer heads",
+        "with a mask that hides nothing",
+        "with other values",
+    ]
+
+
+def test_every_factor_has_words_for_what_also_fails() -> None:
+    assert set(wording.ALSO) == {factor.id for factor in FACTORS}
+
+
+def test_a_cause_has_no_comma_before_when() -> None:
+    story = Story("MATH")
+    assert wording.cause(story, {"sentence": "MATH is wrong, when L > 16"}, {}) == "MATH is wrong when L > 16."
+
+
+def test_the_script_does_not_say_the_rule_twice() -> None:
+    text = report().script
+    assert text.count("L % 32 == 1 and L > 1") == 1
+    assert "\n# Needs: an attn_mask; key and value expanded from one head (head stride 0); no grad.\n" in text
 
 
 def test_nan_is_not_told_to_be_so_to_rounding() -> None:

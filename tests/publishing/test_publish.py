@@ -89,6 +89,38 @@ def test_what_is_known_of_the_captured_call_is_not_worked_out_again_for_itself(
     assert (result.cause, result.explanation) == ("FLASH_ATTENTION: known already.", told)
 
 
+def test_the_captured_calls_lengths_are_searched_where_the_reduced_call_gives_no_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Found:
+        def document(self) -> dict[str, Any]:
+            return {"length_rule": {"rule": "S % 32 == 1"}}
+
+    def explained(path: Path, **options: Any) -> Found:
+        asked.append({"path": path, **options})
+        return Found()
+
+    monkeypatch.setattr(chain, "explain", explained)
+    seen: Any = object()
+    options = chain._Options(tmp_path / "x.pt", tmp_path, (), "cpu", False, False, None, True, True, 60, print)
+    none = {"length_rule": {"rule": None, "fails": 3, "passes": 9}}
+    case = chain._Case(tmp_path / "call.pt", "MATH", seen, reduction={"needed": ["S"]}, explanation=none)
+    assert chain._told(options, case, seen, 20.0) == Found().document()
+    (only,) = asked
+    assert only["path"] == tmp_path / "x.pt"
+    assert (only["backend"], only["parts"], only["replayed"]) == ("MATH", ("length_rule",), seen)
+    assert only["budget"] == pytest.approx(40)
+    known = {"length_rule": {"rule": "S > 2"}}
+    assert chain._told(replace(options, captured=known), case, seen, 20.0) == known
+    for found in ({"length_rule": {**none["length_rule"], "rule": "S > 1"}}, {}, {"length_rule": {"fails": 3}}):
+        assert chain._told(options, replace(case, explanation=found), seen, 20.0) == {}
+    assert chain._told(options, replace(case, reduction={}), seen, 20.0) == {}
+    assert chain._told(options, case, seen, 59.5) == {}
+    assert len(asked) == 1
+
+
 @pytest.mark.slow
 def test_a_healthy_dump_is_nothing_to_report(tmp_path: Path) -> None:
     result = publish(closed_dump(tmp_path / "x.pt"), tmp_path / "out")

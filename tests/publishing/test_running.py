@@ -118,7 +118,7 @@ def test_a_script_fails_under_its_fault_and_passes_without_it() -> None:
 def test_nan_counts_as_wrong() -> None:
     run = run_script(script(*closed(rows=4), FLASH), preload=[FAULTS / "nan_live.py"])
     assert run.fails
-    assert "nan  wrong in query rows [3]" in run.output
+    assert "nan  wrong in query rows 3\n" in run.output
 
 
 @pytest.mark.slow

@@ -364,11 +364,34 @@ def test_a_limit_lies_between_right_and_wrong(errors: dict[str, float], limit: f
     assert (found[0] if found else None) == pytest.approx(limit)
 
 
+@pytest.mark.parametrize(
+    ("rows", "shown"),
+    [
+        (range(33), "0-32"),
+        ([0, 2, 3, 32], "0, 2-3, 32"),
+        (range(0, 18, 2), "0, 2, 4, 6, 8, 10, 12, 14, ..."),
+        (range(0, 16, 2), "0, 2, 4, 6, 8, 10, 12, 14"),
+    ],
+)
+def test_the_wrong_rows_are_printed_as_ranges(
+    rows: Any, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call, recipes = tail()
+    right = attention(call)
+    wrong = right.clone()
+    wrong[:, 1, list(rows)] += 9
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *words, **more: wrong)
+    with pytest.raises(AssertionError, match="wrong result from MATH"):
+        exec(script(call, recipes, Story("MATH", limit=0.5)), {})
+    line = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("MATH "))
+    assert line.endswith(f"  wrong in query rows {shown}")
+
+
 def test_errors_are_read_from_the_output_of_a_script() -> None:
     output = (
         "torch 2.13.0 on cpu; largest error against float64, at most 0.25 is rounding\n"
-        "MATH                  3.553e-15\nFLASH_ATTENTION              16  wrong in query rows [32]\n"
-        "EFFICIENT_ATTENTION  declined: No viable backend\nCUDNN_ATTENTION             nan  wrong in query rows [1]\n"
+        "MATH                  3.553e-15\nFLASH_ATTENTION              16  wrong in query rows 32\n"
+        "EFFICIENT_ATTENTION  declined: No viable backend\nCUDNN_ATTENTION             nan  wrong in query rows 1\n"
     )
     found = errors_in(output)
     assert {name: str(error) for name, error in found.items()} == {
