@@ -219,6 +219,21 @@ def map_dense(call: AttentionCall, *names: str) -> AttentionCall:
     return call.with_tensors({name: tensors[name].contiguous() for name in names or tensors if name in tensors})
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor with the strides of its shape; itself where it has them.
+
+    `Tensor.contiguous` leaves a stride of 0 alone where the size is 1 (one head, expanded to one), and a kernel that
+    looks at strides then still sees a repeated head. This copies it too; empty tensors have no stride to mind.
+    """
+    fresh = tensor.contiguous()
+    return fresh.clone(memory_format=torch.contiguous_format) if repeats_one(fresh) else fresh
+
+
+def repeats_one(tensor: Tensor) -> bool:
+    """Whether `Tensor.contiguous` would do nothing although a stride is 0: a dimension of size 1, expanded."""
+    return tensor.is_contiguous() and bool(tensor.numel()) and 0 in tensor.stride()
+
+
 def output_shape(call: AttentionCall) -> tuple[int, ...]:
     """Shape of the result, (B, H, L, Ev), batch dimensions broadcast as SDPA does."""
     batch = torch.broadcast_shapes(call.query.shape[:-3], call.key.shape[:-3], call.value.shape[:-3])

@@ -14,6 +14,7 @@ from sdpa_repro.attention import (
     ALIGNMENT,
     AttentionCall,
     copy_view,
+    dense,
     empty_aligned,
     map_dense,
     memory_groups,
@@ -260,13 +261,27 @@ def test_memory_is_made_at_the_alignment_asked_for(align: int) -> None:
             assert made.data_ptr() % ALIGNMENT == align
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 5, 8), (1, 4, 5, 8), (2, 1, 5, 8)], ids=str)
+def test_a_dense_tensor_has_the_strides_of_its_shape_also_where_a_size_is_1(shape: tuple[int, ...]) -> None:
+    expanded = torch.randn(1, 1, 5, 8).expand(shape).as_strided(shape, (0, 0, 8, 1))
+    made = dense(expanded)
+    assert made.stride() == (shape[1] * 40, 40, 8, 1)
+    assert torch.equal(made, expanded)
+
+
+def test_what_is_dense_is_left_and_an_empty_tensor_needs_nothing() -> None:
+    plain, empty = torch.randn(1, 1, 5, 8), torch.empty(1, 1, 0, 8)
+    assert dense(plain) is plain
+    assert dense(empty) is empty
+
+
 def test_named_tensors_are_made_dense_and_the_others_are_left() -> None:
     call = make_call()
-    dense = map_dense(call, "key", "attn_mask")
-    assert dense.key.is_contiguous()
-    assert dense.value is call.value
-    assert dense.query is call.query
-    assert torch.equal(dense.key, call.key)
+    made = map_dense(call, "key", "attn_mask")
+    assert made.key.is_contiguous()
+    assert made.value is call.value
+    assert made.query is call.query
+    assert torch.equal(made.key, call.key)
     assert all(tensor.is_contiguous() for tensor in map_dense(call).tensors.values())
     assert map_dense(make_call(mask=None), "attn_mask").attn_mask is None
 

@@ -8,6 +8,9 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
+PATH = click.Path(path_type=Path, readable=False)
+"""A file or folder for any verb. Whether it is there and can be read is said by whoever reads it, in words of ours."""
+
 
 def dumps(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The dumps (`*.pt`) and folders whose path begins with `incomplete`; for an argument's `shell_complete`.

@@ -12,7 +12,7 @@ import click
 from sdpa_repro.cli import capture as capturing
 from sdpa_repro.cli import diagnose_text as text
 from sdpa_repro.cli import output
-from sdpa_repro.cli.completing import dumps
+from sdpa_repro.cli.completing import PATH, dumps
 from sdpa_repro.cli.epilog import epilog
 from sdpa_repro.cli.live import View, watching
 from sdpa_repro.cli.model_options import NAMES, build_options, given, model_options
@@ -54,11 +54,11 @@ NO_RESULT = ("as_json", "no_issue", "issue", "locate", "fresh", "out", "budget",
     "-o",
     default="out",
     show_default=True,
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Where to make the folder for everything, named after the dump, script or model.",
 )
 @capturing.selection_options
-@click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
+@click.option("--preload", multiple=True, type=PATH, help="Python file to run first; repeatable.")
 @click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds for explaining and for reducing.")
 @click.option("--no-issue", is_flag=True, help="Stop after explaining: write no script and no issue.")
 @click.option("--issue", is_flag=True, help="Write the issue even of a bug that is known and fixed.")
@@ -134,15 +134,10 @@ def _diagnose(words: Sequence[str], dump: Path | None, values: dict[str, Any], p
         stack.enter_context(place.held(folder))
         view = stack.enter_context(watching())
         pressed = stack.enter_context(interrupts())
-        before = place.read_run(folder)
-        same = before is not None and before.command == key
-        again = before is not None and before.finished and dump is None
-        kept = []
-        if before is not None and (not same or again or values["fresh"]):
-            kept = place.start_over(folder)
+        dump, said = _made_ready(stack, folder, key, dump, [*values["preload"], *([] if dump else words)], values)
         place.write_run(folder, place.Run(subject, key, False))
         stages = Stages(folder, key, view)
-        for sentence in [*kept, *_resumed(before, same, values)]:
+        for sentence in said:
             stages.say(sentence)
         try:
             found = _stages(stages, words, dump, values, pressed, plan, view)
@@ -155,13 +150,29 @@ def _diagnose(words: Sequence[str], dump: Path | None, values: dict[str, Any], p
     return found.exit_status
 
 
-def _resumed(before: Any, same: bool, values: dict[str, Any]) -> list[str]:
-    """What is said when there was an earlier run in the folder."""
-    if before is None or values["fresh"]:
-        return []
-    if not same:
-        return ["the results in this folder are of another command or torch: starting over"]
-    return [] if before.finished else ["an earlier run of this command did not end: going on where it was"]
+def _made_ready(
+    stack: ExitStack, folder: Path, key: str, dump: Path | None, needed: Sequence[str | Path], values: dict[str, Any]
+) -> tuple[Path | None, list[str]]:
+    """Make room in a folder that is held: what another command left is moved, not removed.
+
+    needed: files that the command names. Returns where the dump is now, and what there is to say.
+    """
+    from sdpa_repro.diagnosing import place
+
+    before = place.read_run(folder)
+    if before is None:
+        return dump, []
+    if before.command != key:
+        inside = dump is not None and dump.resolve().parent == folder.resolve()
+        aside = place.set_aside(folder, needed)
+        if aside is None:
+            return dump, place.start_over(folder)
+        stack.enter_context(place.held(folder))
+        said = [f"the results of another command or torch that were in {folder} are in {aside} now"]
+        return (aside / dump.name if dump is not None and inside else dump), said
+    if values["fresh"] or (before.finished and dump is None):
+        return dump, place.start_over(folder)
+    return dump, [] if before.finished else ["an earlier run of this command did not end: going on where it was"]
 
 
 def _stages(

@@ -94,7 +94,10 @@ class Found:
         if self.stop is Stop.HEALTHY:
             calls = [] if self.report is None else self.report["calls"]
             unchecked = " in the calls that were checked" * any(call["status"] == "unchecked" for call in calls)
-            elsewhere = "; sdpa-repro locate --model ID looks at padding, masks and positions"
+            elsewhere = (
+                "; the mask and layout of the call nearest to its threshold are in the dump, capture --keep all keeps "
+                "every call, and locate --model ID, of a model instead of a script, looks at padding and positions"
+            )
             ran = self.report is not None and bool(self.words)
             return f"nothing wrong{unchecked}: no script, issue or page written" + (elsewhere if ran else "")
         return ""
@@ -217,15 +220,7 @@ def print_end(found: Found) -> None:
     output.line(f"all of it is in {output.clean(str(found.folder))}")
     if found.plan is not None:
         output.line(demo_line(found))
-    if not _script_was_clean(found):
-        output.next_command(next_command(found))
-
-
-def _script_was_clean(found: Found) -> bool:
-    """Whether no command leads on: which model a script loads, and how, it alone knows."""
-    from sdpa_repro.diagnosing.stopping import Stop
-
-    return found.stop is Stop.HEALTHY and found.report is not None and bool(found.words)
+    output.next_command(next_command(found))
 
 
 def demo_line(found: Found) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sdpa_repro.cli import output
-from sdpa_repro.cli.completing import dumps
+from sdpa_repro.cli.completing import PATH, dumps
 from sdpa_repro.cli.epilog import epilog
 from sdpa_repro.errors import InputError
 
@@ -34,7 +34,7 @@ BUDGET = 300.0
         "torchrun --nproc-per-node 8 -m sdpa_repro explain x.pt    lengths split over 8 GPUs",
     ),
 )
-@click.argument("path", metavar="DUMP", type=click.Path(path_type=Path), shell_complete=dumps)
+@click.argument("path", metavar="DUMP", type=PATH, shell_complete=dumps)
 @click.option("--device", help="Where to run: cpu, cuda, … Default: as for replay.")
 @click.option("--backend", help="Backend to explain.  [default: the one that replay finds wrong]")
 @click.option("--lengths", metavar="A:B", help="Range of L and S to try.  [default: chosen from the failing length]")
@@ -45,7 +45,7 @@ BUDGET = 300.0
     type=click.FloatRange(min=0, min_open=True),
     help="Seconds; what is known then is printed. Of long calls a shorter one that fails alike may be explained.",
 )
-@click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
+@click.option("--preload", multiple=True, type=PATH, help="Python file to run first; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(path: Path, lengths: str | None, as_json: bool, **options: Any) -> None:
     """Explain why the call in DUMP fails: conditions, lengths, what was computed instead, known issues."""
@@ -131,6 +131,8 @@ def answer(result: Explanation) -> str:
 
 def sections(result: Explanation) -> list[tuple[str, list[str]]]:
     """Title and lines of each part that was worked out."""
+    from sdpa_repro.publishing.scope import workaround_note
+
     found: list[tuple[str, list[str]]] = []
     if result.conditions:
         found.append(("conditions", result.conditions.words()))
@@ -151,7 +153,7 @@ def sections(result: Explanation) -> list[tuple[str, list[str]]]:
     if result.conditions and result.conditions.workarounds:
         lines = []
         for help_ in result.conditions.workarounds:
-            lines += [f"{help_.told}:", f"    {help_.line}"]
+            lines += [f"{help_.told}{workaround_note(help_.line, {}, reduced=False)}:", f"    {help_.line}"]
         found.append(("workarounds", lines))
     if result.replay.preloaded:
         names = ", ".join(record["name"] for record in result.replay.preloaded)

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from sdpa_repro.cli import output
+from sdpa_repro.cli.completing import PATH
 from sdpa_repro.cli.epilog import epilog
 
 
@@ -23,10 +24,10 @@ from sdpa_repro.cli.epilog import epilog
 @click.argument("words", metavar="-- SCRIPT.py ARGS... | -- -m MODULE ARGS...", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--rule",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Result of explain --json, or result.json of diagnose, to decide.  [default: the known issues]",
 )
-@click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
+@click.option("--preload", multiple=True, type=PATH, help="Python file to run first; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document; the script's stdout goes to stderr.")
 def command(words: tuple[str, ...], rule: Path | None, preload: tuple[Path, ...], as_json: bool) -> None:
     """Run a script, unchanged, with the guard in it and in its child processes.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sdpa_repro.cli import output
-from sdpa_repro.cli.completing import dumps
+from sdpa_repro.cli.completing import PATH, dumps
 from sdpa_repro.cli.epilog import epilog
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
         "sdpa-repro issue x.pt -o report --force --test      again, with a unit test",
     ),
 )
-@click.argument("path", metavar="DUMP", type=click.Path(path_type=Path), shell_complete=dumps)
-@click.option("-o", "folder", metavar="DIR", type=click.Path(path_type=Path), help="Folder.  [default: DUMP.issue]")
+@click.argument("path", metavar="DUMP", type=PATH, shell_complete=dumps)
+@click.option("-o", "folder", metavar="DIR", type=PATH, help="Folder.  [default: DUMP.issue]")
 @click.option("--no-reduce", "reduced", flag_value=False, default=True, help="Take the call as it is.")
 @click.option("--no-explain", "explained", flag_value=False, default=True, help="Leave conditions and lengths out.")
 @click.option("--include-values", is_flag=True, help="Captured values may be written into the script, if few.")
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     "--results",
     multiple=True,
     metavar="FILE.json",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Results of `versions` for the table of versions tried; repeatable.",
 )
-@click.option("--template", metavar="FILE", type=click.Path(path_type=Path), help="Jinja template for another tracker.")
-@click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
+@click.option("--template", metavar="FILE", type=PATH, help="Jinja template for another tracker.")
+@click.option("--preload", multiple=True, type=PATH, help="Python file to run first; repeatable.")
 @click.option("--device", help="Where to run: cpu, cuda, … Default: as for replay.")
 @click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds to reduce and to explain.")
 @click.option("--force", is_flag=True, help="Replace files of an earlier run.")
@@ -53,8 +53,10 @@ def command(path: Path, folder: Path | None, as_json: bool, **options: Any) -> N
 
     The script imports torch alone. Captured values stay out of it without --include-values.
     """
+    from sdpa_repro.dump import load
     from sdpa_repro.publishing.publish import publish
 
+    load(path)  # of a file that is no dump this error is all that is said
     result = publish(path, folder, progress=output.progress, **options)
     if as_json:
         output.document("issue", result.document())

@@ -29,7 +29,7 @@ INTERRUPTED = 130
     "--preload",
     multiple=True,
     metavar="FILE.py",
-    type=click.Path(dir_okay=False),
+    type=click.Path(dir_okay=False, readable=False),
     help="With --here: run this Python file in every process first (repeatable).",
 )
 @click.option(
@@ -105,7 +105,8 @@ def _print(outcomes: dict[str, Outcome], preloaded: list[dict[str, str]], interr
         rows.append([known.issue, status, outcome.detail if outcome else "", known.fixed_in or "-", known.title])
         styles.append("red" if outcome is not None and outcome.status == "affected" else None)
     output.table(["issue", "here", "seen", "fixed in", "what"], rows, styles=styles)
-    output.next_command("sdpa-repro diagnose")
+    affected = any(outcome.status == "affected" for outcome in outcomes.values())
+    output.next_command(f"sdpa-repro {'guard' if affected else 'diagnose'} -- YOUR_SCRIPT.py")
 
 
 def _answer(outcomes: dict[str, Outcome], interrupted: bool) -> str:

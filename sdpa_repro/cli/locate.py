@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sdpa_repro.cli import output
+from sdpa_repro.cli.completing import PATH
 from sdpa_repro.cli.epilog import epilog
 from sdpa_repro.cli.model_options import NAMES, build_options, model_options, model_words
 from sdpa_repro.errors import InputError
@@ -49,10 +50,8 @@ COLOURS = {"differs": "red", "not available": "yellow"}
 @click.option("--pads", type=click.IntRange(min=1), metavar="N", help="Try paddings 0 to N.  [default: 0 to 63]")
 @click.option("--greedy", type=click.IntRange(min=1), metavar="N", help="Also compare N greedy tokens.")
 @click.option("--no-lengths", is_flag=True, help="Do not vary the prompt's length for the rule over lengths.")
-@click.option(
-    "--out", "-o", default="dumps", show_default=True, type=click.Path(path_type=Path), help="Folder for the dump."
-)
-@click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
+@click.option("--out", "-o", default="dumps", show_default=True, type=PATH, help="Folder for the dump.")
+@click.option("--preload", multiple=True, type=PATH, help="Python file to run first; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(as_json: bool, preload: tuple[Path, ...], **values: Any) -> None:
     """Run a prompt with many paddings, find the worst, and walk its stages from the inputs to the logits beside the

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sdpa_repro.cli import output
-from sdpa_repro.cli.completing import dumps
+from sdpa_repro.cli.completing import PATH, dumps
 from sdpa_repro.cli.epilog import epilog
 
 if TYPE_CHECKING:
@@ -35,8 +35,9 @@ HEADERS = ("", "from", "to", "needed", "nearest passing neighbour")
         "sdpa-repro reduce x.pt --freeze L,S --budget 60",
     ),
 )
-@click.argument("path", metavar="DUMP", type=click.Path(path_type=Path), shell_complete=dumps)
-@click.option("-o", "--output", "target", type=click.Path(path_type=Path), help="Default: DUMP.min.pt.")
+@click.argument("path", metavar="DUMP", type=PATH, shell_complete=dumps)
+@click.option("-o", "--output", "target", type=PATH, help="Default: DUMP.min.pt.")
+@click.option("--force", is_flag=True, help="Replace the file that -o names.")
 @click.option("--backend", help="Backend whose failure to keep.  [default: the one that replay finds wrong]")
 @click.option("--device", help="Where to run: cpu, cuda, … Default: as for replay.")
 @click.option(
@@ -53,7 +54,7 @@ HEADERS = ("", "from", "to", "needed", "nearest passing neighbour")
     help="What to leave as it is: B, H, L, S, E, mask, values, layout, flags; several with commas.",
 )
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="For values that are drawn.")
-@click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
+@click.option("--preload", multiple=True, type=PATH, help="Python file to run first; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(path: Path, target: Path | None, as_json: bool, freeze: tuple[str, ...], **options: Any) -> None:
     """Shrink the failing call in DUMP while the same failure stays, and write the small one.

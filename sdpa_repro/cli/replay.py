@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sdpa_repro.cli import output
-from sdpa_repro.cli.completing import dumps
+from sdpa_repro.cli.completing import PATH, dumps
 from sdpa_repro.cli.epilog import epilog
 from sdpa_repro.errors import InputError
 
@@ -54,7 +54,7 @@ HEADERS = ("backend", "dtype", "status", "error", "threshold", "ratio", "where",
     metavar="DUMP|FOLDER...",
     nargs=-1,
     required=True,
-    type=click.Path(path_type=Path),
+    type=PATH,
     shell_complete=dumps,
 )
 @click.option("--device", help="Where to replay: cpu, cuda, … Default: where a wrong call was captured, or a GPU.")
@@ -80,7 +80,7 @@ HEADERS = ("backend", "dtype", "status", "error", "threshold", "ratio", "where",
     type=click.FloatRange(min=0, min_open=True),
     help="Seconds per cell; a kernel that takes longer hangs.",
 )
-@click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
+@click.option("--preload", multiple=True, type=PATH, help="Python file to run first; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option(
     "--expect",

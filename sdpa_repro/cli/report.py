@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sdpa_repro.cli import output
-from sdpa_repro.cli.completing import dumps
+from sdpa_repro.cli.completing import PATH, dumps
 from sdpa_repro.cli.epilog import epilog
 from sdpa_repro.errors import InputError
 
@@ -25,24 +25,20 @@ if TYPE_CHECKING:
         "sdpa-repro report dumps/*.pt --no-explain",
     ),
 )
-@click.argument(
-    "paths", metavar="DUMP...", nargs=-1, required=True, type=click.Path(path_type=Path), shell_complete=dumps
-)
+@click.argument("paths", metavar="DUMP...", nargs=-1, required=True, type=PATH, shell_complete=dumps)
 @click.option(
     "-o",
     "target",
     metavar="FILE",
     default="report.html",
     show_default=True,
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="The page.",
 )
 @click.option("--no-explain", "explained", flag_value=False, default=True, help="Replay and draw only: fast.")
 @click.option("--no-script", "scripted", flag_value=False, default=True, help="Leave the script out.")
-@click.option(
-    "--png", metavar="FILE", type=click.Path(path_type=Path), help="Also a picture, of one dump (matplotlib)."
-)
-@click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
+@click.option("--png", metavar="FILE", type=PATH, help="Also a picture, of one dump (matplotlib).")
+@click.option("--preload", multiple=True, type=PATH, help="Python file to run first; repeatable.")
 @click.option("--device", help="Where to run: cpu, cuda, … Default: as for replay.")
 @click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds to explain and reduce each dump.")
 @click.option("--force", is_flag=True, help="Replace FILE even when it is no report of this program.")

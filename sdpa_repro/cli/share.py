@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from sdpa_repro.cli import output
-from sdpa_repro.cli.completing import dumps
+from sdpa_repro.cli.completing import PATH, dumps
 from sdpa_repro.cli.epilog import epilog
 
 
@@ -20,18 +20,20 @@ from sdpa_repro.cli.epilog import epilog
         "sdpa-repro share dumps/L05-self_attn-call5-289x289.pt -o for-upstream.pt",
     ),
 )
-@click.argument("path", metavar="DUMP", type=click.Path(path_type=Path), shell_complete=dumps)
-@click.option("-o", "target", metavar="FILE", type=click.Path(path_type=Path), help="[default: DUMP.share.pt]")
+@click.argument("path", metavar="DUMP", type=PATH, shell_complete=dumps)
+@click.option("-o", "target", metavar="FILE", type=PATH, help="[default: DUMP.share.pt]")
 @click.option("--keep-names", is_flag=True, help="Keep the names of model and module.")
 @click.option("--device", help="Where to run: cpu, cuda, … Default: as for replay.")
-@click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
+@click.option("--preload", multiple=True, type=PATH, help="Python file to run first; repeatable.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of the new values.")
 @click.option("--force", is_flag=True, help="Replace the file of an earlier run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(path: Path, target: Path | None, as_json: bool, **options: Any) -> None:
     """Write a copy of DUMP for strangers: origin scrubbed, values seeded where the same failure survives that."""
+    from sdpa_repro.dump import load
     from sdpa_repro.publishing.share import share
 
+    load(path)  # of a file that is no dump this error is all that is said
     target = target if target is not None else path.with_name(f"{path.stem}.share.pt")
     result = share(path, target, progress=output.progress, **options)
     if as_json:

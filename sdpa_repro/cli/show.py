@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sdpa_repro.cli import output
-from sdpa_repro.cli.completing import dumps
+from sdpa_repro.cli.completing import PATH, dumps
 from sdpa_repro.cli.epilog import epilog
 from sdpa_repro.cli.show_text import print_dump
 from sdpa_repro.errors import InputError
@@ -38,9 +38,7 @@ REVEALS = (
         "sdpa-repro show dumps/                     every dump in a folder",
     ),
 )
-@click.argument(
-    "paths", nargs=-1, required=True, metavar="DUMP...", type=click.Path(path_type=Path), shell_complete=dumps
-)
+@click.argument("paths", nargs=-1, required=True, metavar="DUMP...", type=PATH, shell_complete=dumps)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(paths: tuple[Path, ...], as_json: bool) -> None:
     """Describe dumps (files, or folders of them): tensors, layout, mask, flags, origin, what they reveal.

@@ -68,7 +68,7 @@ def _facts(body: Mapping[str, Any]) -> list[tuple[str, str]]:
     flags = f"scale {call['softmax_scale']:.6g} ({given}), is_causal {call['is_causal']}"
     facts = [("flags", f"{flags}, enable_gqa {call['enable_gqa']}, dropout_p {call['dropout_p']:g}")]
     facts.append(("live", _live(live) if live is not None else "no live check recorded"))
-    told = [(_text(name), _text(value)) for name, value in origin.items() if value not in (None, "", {})]
+    told = [(_text(name), _told(name, value)) for name, value in origin.items() if value not in (None, "", {})]
     facts += told[:MOST_FACTS]
     length = origin.get("total_length")
     if isinstance(length, int):
@@ -76,6 +76,11 @@ def _facts(body: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts += [("preloaded", f"{_text(entry.get('name'))} (not run here)") for entry in body["preloaded"]]
     facts += [("context", _context(body["context"])), ("environment", _environment(body["environment"]))]
     return facts + [("reveals", text) for text in body["reveals"]]
+
+
+def _told(name: object, value: object) -> str:
+    """A fact about where the call comes from; `calls` is a count when it was made, not of the whole run."""
+    return f"{_text(value)} up to this one" if name == "calls" else _text(value)
 
 
 def _context(context: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sdpa_repro.cli import output
-from sdpa_repro.cli.completing import dumps
+from sdpa_repro.cli.completing import PATH, dumps
 from sdpa_repro.cli.epilog import epilog
 from sdpa_repro.errors import InputError
 
@@ -36,7 +36,7 @@ HEADERS = ("backend", "dtype", "head_dim", "layout", "fails", "passes", "fails w
         "torchrun --nproc-per-node 8 -m sdpa_repro sweep x.pt --lengths 1:8192",
     ),
 )
-@click.argument("path", metavar="DUMP", type=click.Path(path_type=Path), shell_complete=dumps)
+@click.argument("path", metavar="DUMP", type=PATH, shell_complete=dumps)
 @click.option("--lengths", metavar="LIST", help="Such as 1:300 or 64,65,289.  [default: around the dumped length]")
 @click.option(
     "--vary",
@@ -61,7 +61,7 @@ HEADERS = ("backend", "dtype", "head_dim", "layout", "fails", "passes", "fails w
 @click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds; what is known then is printed.")
 @click.option("--in-process", is_flag=True, help="Faster for short calls, but a crash ends the sweep.")
 @click.option("--seed", default=0, show_default=True, type=int, help="For the values that are added.")
-@click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
+@click.option("--preload", multiple=True, type=PATH, help="Python file to run first; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(path: Path, as_json: bool, **options: Any) -> None:
     """Try the call in DUMP at every length in every combination, each cell against the reference.
@@ -91,10 +91,11 @@ def command(path: Path, as_json: bool, **options: Any) -> None:
         progress=output.progress if ranks.is_first() else None,
     )
     if ranks.is_first():
+        said = hint(found)
         if as_json:
-            output.document("sweep", found.document())
+            output.document("sweep", {**found.document(), "hint": said})
         else:
-            print_grid(found, options["preload"])
+            print_grid(found, options["preload"], said)
     raise SystemExit(found.exit_status if ranks.is_first() else 0)
 
 
@@ -116,11 +117,33 @@ def _span(option: str, part: str) -> Iterator[int]:
     yield from range(int(ends[0]), int(ends[1]) + 1)
 
 
-def print_grid(found: Grid, preload: tuple[Path, ...]) -> None:
-    """The answer, a row for each form of the call, what a reader must know, the next command."""
+def hint(found: Grid) -> str:
+    """What the dump itself says where no cell fails although its call was wrong live; else "".
+
+    The status stays that of the cells: their lengths, and with those most values, are not the captured ones.
+    """
+    from sdpa_repro.dump import load
+    from sdpa_repro.replaying.conclusion import Live
+
+    if found.failing:
+        return ""
+    dump = load(found.path)
+    if not Live.of(dump.live, dump.context, dump.origin).wrong:
+        return ""
+    loaded = {record["sha256"] for record in found.preloaded}
+    planted = ", ".join(record["name"] for record in dump.preloaded if record["sha256"] not in loaded)
+    if planted:
+        return f"the dumped call was wrong live with {planted} preloaded: add --preload to see it again"
+    return "the dumped call was wrong live, and no length tried here is"
+
+
+def print_grid(found: Grid, preload: tuple[Path, ...], said: str = "") -> None:
+    """The answer, the hint, a row for each form of the call, what a reader must know, the next command."""
     from sdpa_repro.visibility import ranges, ranges_text
 
     output.answer(output.clean(found.sentence))
+    if said:
+        output.line(output.clean(said))
     output.line()
     styles = ["red" if row.fails else "green" if row.passes else None for row in found.rows]
     output.table(HEADERS, [_row(row) for row in found.rows], styles=styles)
@@ -133,7 +156,8 @@ def print_grid(found: Grid, preload: tuple[Path, ...]) -> None:
     output.line(f"lengths: {varied.removesuffix('+0')} in {ranges_text(ranges(found.lengths))}")
     output.line(f"device: {found.device}; torch {found.environment.get('torch')}; ranks: {found.ranks}")
     again: list[object] = [word for file in preload for word in ("--preload", file)]
-    verb = ["explain", found.path, *again] if found.failing else ["show", found.path]
+    elsewhere = ["replay", found.path, *again] if said else ["show", found.path]
+    verb = ["explain", found.path, *again] if found.failing else elsewhere
     output.next_command(output.shell("sdpa-repro", *verb))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sdpa_repro.cli import output
+from sdpa_repro.cli.completing import PATH
 from sdpa_repro.cli.epilog import epilog
 from sdpa_repro.cli.model_options import NAMES, build_options, model_options, model_words
 from sdpa_repro.errors import InputError
@@ -41,12 +43,12 @@ LISTED = 4
 @click.option("--no-caches", is_flag=True, help="Do not compare the masks of a dynamic and a static cache.")
 @click.option(
     "--write-test",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="FILE",
     help="Instead: write a fast test of a tiny model of this architecture, and run it.",
 )
 @click.option("--force", is_flag=True, help="Overwrite the test file.")
-@click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
+@click.option("--preload", multiple=True, type=PATH, help="Python file to run first; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(as_json: bool, preload: tuple[Path, ...], **values: Any) -> None:
     """Check that padding and batching leave a prompt's image features, positions, block ids, masks, logits and greedy
@@ -84,6 +86,7 @@ def _write(options: PrefillOptions, path: Path, force: bool, as_json: bool) -> i
     """Write the test, run it, and say how it went."""
     from sdpa_repro.locating.written_test import write_test
 
+    _check_target(path)
     written = write_test(options, path, force=force, progress=output.progress)
     if as_json:
         output.document("verify-test", written.document())
@@ -93,6 +96,15 @@ def _write(options: PrefillOptions, path: Path, force: bool, as_json: bool) -> i
         output.line(output.clean(text))
     output.next_command(output.shell("python", "-m", "pytest", "-q", path))
     return written.exit_status
+
+
+def _check_target(path: Path) -> None:
+    """Before a model is built and run: the test can be written. Raises InputError."""
+    folder = path.absolute().parent
+    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write {path}: {folder} is read-only; name a file in another folder")
+    if path.is_file() and not os.access(path, os.W_OK):
+        raise InputError(f"cannot write {path}: it is read-only; give another name")
 
 
 def _verified(options: PrefillOptions, preload: Sequence[Path], values: Mapping[str, Any]) -> Verified:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sdpa_repro.cli import output
+from sdpa_repro.cli.completing import PATH
 from sdpa_repro.cli.epilog import epilog
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ COLOURS = {"fails": "red", "crashed": "red", "no answer": "red", "passes": "gree
         "sdpa-repro versions report/repro.py --results h100.json --issue report",
     ),
 )
-@click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
+@click.argument("path", metavar="FILE", type=PATH)
 @click.option("--torch", multiple=True, metavar="RELEASE", help="Build an environment with it (kept); repeatable.")
 @click.option("--python", multiple=True, metavar="PATH", help="A Python that exists and has torch; repeatable.")
 @click.option("--index-url", metavar="URL", help="Where pip or uv takes torch from, for example a CPU index.")
@@ -41,11 +42,11 @@ COLOURS = {"fails": "red", "crashed": "red", "no answer": "red", "passes": "gree
     "--results",
     multiple=True,
     metavar="FILE.json",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Add what -o wrote on another machine; repeatable.",
 )
-@click.option("-o", "target", metavar="FILE.json", type=click.Path(path_type=Path), help="Write the results there.")
-@click.option("--issue", metavar="DIR", type=click.Path(path_type=Path), help="Put the table into DIR/issue.md.")
+@click.option("-o", "target", metavar="FILE.json", type=PATH, help="Write the results there.")
+@click.option("--issue", metavar="DIR", type=PATH, help="Put the table into DIR/issue.md.")
 @click.option(
     "--timeout",
     default=300.0,
@@ -53,7 +54,7 @@ COLOURS = {"fails": "red", "crashed": "red", "no answer": "red", "passes": "gree
     type=click.FloatRange(min=0, min_open=True),
     help="Seconds for a script, for each backend of a dump.",
 )
-@click.option("--preload", multiple=True, type=click.Path(path_type=Path), help="Python file to run first; repeatable.")
+@click.option("--preload", multiple=True, type=PATH, help="Python file to run first; repeatable.")
 @click.option("--device", help="Where to replay a dump: cpu, cuda, … Default: as for replay.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(path: Path, target: Path | None, issue: Path | None, as_json: bool, **options: Any) -> None:

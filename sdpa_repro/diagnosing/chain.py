@@ -120,6 +120,7 @@ def reduced(case: Case, result: Replay) -> Reduced:
                 preload=case.preload,
                 budget=case.budget,
                 replayed=result,
+                force=True,  # of a run that was killed while it reduced
                 progress=case.stages.say,
             )
         except InputError as error:  # such as a full disk, which a later start may find with more room

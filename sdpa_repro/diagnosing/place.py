@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +121,29 @@ def start_over(folder: Path) -> list[str]:
         if record.name != RUN:
             record.unlink(missing_ok=True)
     return said
+
+
+def set_aside(folder: Path, needed: Iterable[str | Path] = ()) -> Path | None:
+    """Move the results of another command out of the way, to `folder.1`, `folder.2`, …; the folder is gone then.
+
+    A dump of a bug that comes and goes may be the only one there ever is: nothing of it is removed. None, and nothing
+    is moved, where the folder holds no file. needed: files of this command. Raises InputError when one of them lies in
+    the folder, and when the folder cannot be moved.
+    """
+    if all(name in (STATE, LOG) for name in os.listdir(folder)):
+        return None
+    here = folder.resolve()
+    for path in needed:
+        if Path(path).is_file() and here in Path(path).resolve().parents:
+            raise InputError(f"{path} lies among the results of another command: copy it out, or choose another --out")
+    number = 1
+    while os.path.lexists(aside := folder.with_name(f"{folder.name}.{number}")):
+        number += 1
+    try:
+        os.rename(folder, aside)
+    except OSError as error:
+        raise InputError(f"cannot move {folder} to {aside}: {error.strerror or error}; choose another --out") from error
+    return aside
 
 
 def _free(path: Path) -> Path:

@@ -30,6 +30,7 @@ class Tried:
     reason: str = ""
     line: str = ""
     decides: bool = True
+    qualifies: bool = False
 
     def text(self) -> str:
         """For people: "no mask: passes"."""
@@ -48,6 +49,14 @@ class Answer:
     def text(self) -> str:
         """One line for people."""
         return f"{self.words} ({self.why or '; '.join(tried.text() for tried in self.tried)})"
+
+    @property
+    def qualified(self) -> str:
+        """The words, and what limits them: variants that qualify the answer, when one of those passes."""
+        told = [tried for tried in self.tried if tried.qualifies]
+        if not any(tried.outcome is Outcome.PASSES for tried in told):
+            return self.words
+        return f"{self.words} ({'; '.join(tried.text() for tried in told)})"
 
 
 @dataclass(frozen=True)
@@ -114,7 +123,7 @@ class Conditions:
         lines = ["it does not fail every time: each trial was run up to 3 times"] if self.flaky else []
         lines += [f"needed: {answer.text()}" for answer in self.needed]
         lines += [f"needed: one of {first} and {second}" for first, second in self.alternatives]
-        plain = [answer.words for answer in self.not_needed if answer.tried]
+        plain = [answer.qualified for answer in self.not_needed if answer.tried]
         lines += [f"not needed: {', '.join(plain)}"] if plain else []
         reasons = dict.fromkeys(answer.why for answer in self.not_tested if not answer.tried)
         for why in reasons:

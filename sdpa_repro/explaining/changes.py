@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sdpa_repro.attention import AttentionCall, overlaps_itself, span, span_elements, viewed_once
+from sdpa_repro.attention import AttentionCall, dense, overlaps_itself, repeats_one, span, span_elements, viewed_once
 from sdpa_repro.explaining.length_layout import restride
 from sdpa_repro.explaining.lengths import with_lengths
 from sdpa_repro.explaining.placing import blank_like, placed
@@ -170,10 +170,11 @@ def _remasked(call: AttentionCall, change: Callable[[Tensor], Tensor], dtype: to
 
 
 def with_dense(call: AttentionCall, *names: str) -> AttentionCall | None:
-    """The named tensors made contiguous, as `.contiguous()` does; None when all of them are."""
-    if all(call.tensors[name].is_contiguous() for name in names):
+    """The named tensors with the strides of their shapes (`attention.dense`); None when all of them have those."""
+    tensors = {name: call.tensors[name] for name in names}
+    if all(tensor.is_contiguous() and not repeats_one(tensor) for tensor in tensors.values()):
         return None
-    return call.with_tensors({name: call.tensors[name].contiguous() for name in names})
+    return call.with_tensors({name: dense(tensor) for name, tensor in tensors.items()})
 
 
 def with_dense_head(call: AttentionCall, *names: str) -> AttentionCall | None:

@@ -94,7 +94,7 @@ class _Search:
             if outcome in FAILING:
                 break
         best = ran[-1] if ran[-1][0] in FAILING else min(ran, key=lambda one: one[0] is not Outcome.PASSES)
-        return Tried(variant.words, *best, variant.line, variant.decides)
+        return Tried(variant.words, *best, variant.line, variant.decides, variant.qualifies)
 
 
 def _outcome(result: Result, first: Result, original: AttentionCall, changed: AttentionCall) -> Outcome:

@@ -30,6 +30,7 @@ class Variant:
     forms: other ways to make the same change; the variant fails as soon as one of them does.
     line: Python to paste that makes this change in a user's program, when it leaves the right result as it is.
     decides: False for one that only informs.
+    qualifies: where one of these passes, all of them are told with the factor even if that is not needed.
     """
 
     words: str
@@ -38,6 +39,7 @@ class Variant:
     line: str = ""
     decides: bool = True
     forms: tuple[AttentionCall, ...] = ()
+    qualifies: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sdpa_repro.attention import ALIGNMENT, AttentionCall, viewed_once
+from sdpa_repro.attention import ALIGNMENT, AttentionCall, repeats_one, viewed_once
 from sdpa_repro.environment import free_memory
 from sdpa_repro.errors import InputError
 from sdpa_repro.explaining import changes
@@ -115,13 +115,14 @@ def _head_stride_0(call: AttentionCall, setting: Setting) -> list[Variant] | NoV
     """Do key and value have to repeat one head with stride 0? Both dense, then each alone."""
     repeated = [name for name in ("key", "value") if _repeats_a_head(call, name)]
     if not repeated:
-        return NoVariant("neither key nor value repeats a head with stride 0", True)
+        return NoVariant("neither key nor value has head stride 0", True)
     return _dense_variants(call, repeated, changes.with_dense)
 
 
 def _repeats_a_head(call: AttentionCall, name: str) -> bool:
+    """Whether the head stride is 0: one head repeated, or one alone that was expanded (a kernel sees the stride)."""
     tensor = call.tensors[name]
-    return tensor.dim() > 2 and tensor.stride(-3) == 0 and tensor.shape[-3] > 1
+    return tensor.dim() > 2 and tensor.stride(-3) == 0 and tensor.numel() > 0
 
 
 def _key_value_layout(call: AttentionCall, setting: Setting) -> list[Variant] | NoVariant:
@@ -140,16 +141,22 @@ def _dense_variants(
     for chosen in [names, *([name] for name in names if len(names) > 1)]:
         changed = change(call, *chosen)
         if changed is not None:
-            line = f"{', '.join(chosen)} = {', '.join(f'{name}.contiguous()' for name in chosen)}"
+            line = f"{', '.join(chosen)} = {', '.join(_made_dense(call, name) for name in chosen)}"
             words = f"contiguous {' and '.join(chosen)}" + (" alone" if len(names) > len(chosen) else "")
             variants.append(Variant(words, changed, line=line, decides=chosen is names))
     return variants
 
 
+def _made_dense(call: AttentionCall, name: str) -> str:
+    """Python that gives the tensor the strides of its shape."""
+    copy = "clone(memory_format=torch.contiguous_format)" if repeats_one(call.tensors[name]) else "contiguous()"
+    return f"{name}.{copy}"
+
+
 def _query_layout(call: AttentionCall, setting: Setting) -> list[Variant] | NoVariant:
     """Does it take a query that is a view, such as a transposed projection? With a contiguous one."""
     changed = changes.with_dense(call, "query")
-    return _one("contiguous query", changed, "the query is contiguous", "query = query.contiguous()")
+    return _one("contiguous query", changed, "the query is contiguous", f"query = {_made_dense(call, 'query')}")
 
 
 def _memory_overlap(call: AttentionCall, setting: Setting) -> list[Variant] | NoVariant:
@@ -239,10 +246,22 @@ def _batch(call: AttentionCall, setting: Setting) -> list[Variant] | NoVariant:
 
 
 def _heads(call: AttentionCall, setting: Setting) -> list[Variant] | NoVariant:
-    """Does it take several query heads? With two, then one, repeated key and value heads still repeated."""
-    changed = [(count, changes.with_heads(call, setting.head, count)) for count in (2, 1)]
-    words = {2: "two query heads", 1: f"query head {setting.head} alone"}
-    found = [Variant(words[count], other) for count, other in changed if other is not None]
+    """Does it take several query heads? With two, then one, head strides of 0 still 0.
+
+    Where there are such, one head with strides of its own too: that changes the layout as well and decides nothing,
+    but a maintainer who writes one head down plainly gets that call.
+    """
+    two, one = (changes.with_heads(call, setting.head, count) for count in (2, 1))
+    found = [] if two is None else [Variant("two query heads", two)]
+    alone = f"query head {setting.head} alone"
+    repeated = [] if one is None else [name for name in ("key", "value") if _repeats_a_head(one, name)]
+    plain = None if one is None or not repeated else changes.with_dense(one, *repeated)
+    if plain is not None and one is not None:
+        which = " and ".join(repeated)
+        found.append(Variant(f"{alone}, contiguous {which}", plain, decides=False, qualifies=True))
+        found.append(Variant(f"{alone}, {which} still with head stride 0", one, qualifies=True))
+    elif one is not None:
+        found.append(Variant(alone, one))
     return found or NoVariant("there is one query head", True)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdpa_repro.attention import AttentionCall
+from sdpa_repro.attention import AttentionCall, dense
 from sdpa_repro.replaying.backends import Backend, math_op, needed_bytes
 from sdpa_repro.replaying.variants import autocast_dtype, rows_of
 
@@ -57,8 +57,8 @@ def attend(original: Callable[..., Any], call: AttentionCall, cure: Cure) -> Ten
     """
     if cure.math:
         return _math(call)
-    dense = _dense(call, cure.dense)
-    return _in_blocks(dense, lambda part: _plain(original, part)) if cure.blocks else _plain(original, dense)
+    fresh = _dense(call, cure.dense)
+    return _in_blocks(fresh, lambda part: _plain(original, part)) if cure.blocks else _plain(original, fresh)
 
 
 def as_cast(call: AttentionCall) -> AttentionCall:
@@ -77,16 +77,10 @@ def _plain(original: Callable[..., Any], call: AttentionCall) -> Tensor:
 
 def _dense(call: AttentionCall, names: tuple[str, ...]) -> AttentionCall:
     """The named tensors contiguous; value stays key where it is the same tensor, so that it is copied once."""
-    fresh = {name: _contiguous(call.tensors[name]) for name in names}
+    fresh = {name: dense(call.tensors[name]) for name in names}
     if call.value is call.key and "key" in fresh and "value" in fresh:
         fresh["value"] = fresh["key"]
     return call.with_tensors(fresh)
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    """The tensor with the strides of its shape. `contiguous` leaves a stride of 0 alone where the size is 1."""
-    fresh = tensor.contiguous()
-    return fresh.clone(memory_format=torch.contiguous_format) if 0 in fresh.stride() and fresh.numel() else fresh
 
 
 def _in_blocks(call: AttentionCall, run: Callable[[AttentionCall], Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -130,6 +131,7 @@ def reduce_dump(
     freeze: Collection[str] = (),
     seed: int = 0,
     replayed: Replay | None = None,
+    force: bool = False,
     progress: Progress | None = None,
 ) -> ReducedDump:
     """Reduce the failure of `backend` (default: the one that replay finds guilty) and write it to `output`.
@@ -137,12 +139,14 @@ def reduce_dump(
     output: default `x.min.pt` beside `x.pt`. budget: seconds for replay and search together, of which the search gets
     a fifth at least; the best call so far is kept, on Ctrl-C too. Where there is no time to judge the call itself, a
     shorter one that fails is reduced. preload: Python files run in every process before the first call, this one
-    included. replayed: a replay of the captured dtype made before. freeze and seed: see `reduction.reduce`.
+    included. replayed: a replay of the captured dtype made before. freeze and seed: see `reduction.reduce`. force:
+    replace a file that is there already, which the default name does anyway; the dump itself never.
     Raises InputError for a bad dump or option, and when the file cannot be written.
     """
     path = Path(path)
-    target = path.with_name(f"{path.stem}.min.pt") if output is None else Path(output)
-    _check(path, target)
+    usual = path.with_name(f"{path.stem}.min.pt")
+    target = usual if output is None else Path(output)
+    _check(path, target, replaced=force or target.resolve() == usual.resolve())
     check_freeze(freeze)
     say = progress or (lambda text: None)
     given = Budget(budget)
@@ -181,12 +185,19 @@ def reduce_dump(
     return ReducedDump(path, result, chosen.value, found, target, proven, left_out)
 
 
-def _check(path: Path, target: Path) -> None:
-    """Before minutes of work: the target is another file in a folder that exists."""
-    if target.resolve() == path.resolve():
+def _check(path: Path, target: Path, *, replaced: bool) -> None:
+    """Before minutes of work: the target is another file, in a folder that exists and can be written into.
+
+    replaced: whether a file may be there already.
+    """
+    if target.resolve() == path.resolve() or (target.exists() and path.exists() and target.samefile(path)):
         raise InputError(f"-o {target} is the dump itself: choose another name")
     if target.is_dir() or not target.resolve().parent.is_dir():
         raise InputError(f"cannot write {target}: give a file in a folder that exists")
+    if not replaced and os.path.lexists(target):
+        raise InputError(f"{target} is there already: give another name with -o, or --force to replace it")
+    if not os.access(target.resolve().parent, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write into {target.resolve().parent}: it is read-only; name a file elsewhere with -o")
 
 
 def _told(result: Replay, backend: Backend, call: AttentionCall, given: Budget) -> tuple[Result | None, Pace]:

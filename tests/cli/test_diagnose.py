@@ -204,10 +204,24 @@ def test_the_same_command_again_uses_what_is_there_and_fresh_does_not(
         assert again.err.count("(from before)") == 5
         assert main(["diagnose", str(dump), "--fresh"]) == 1
         assert "(from before)" not in capsys.readouterr().err
+
+
+def test_another_command_moves_what_is_there_and_removes_nothing(
+    dump: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stand_ins():
+        assert main(["diagnose", str(dump)]) == 1
+        before = {name: (Path("out/x") / name).read_bytes() for name in names(Path("out/x"))}
+        capsys.readouterr()
         assert main(["diagnose", str(dump), "--device", "cpu"]) == 1
         said = capsys.readouterr().err
-        assert "of another command or torch: starting over" in said
+        assert "the results of another command or torch that were in out/x are in out/x.1 now" in said
         assert "(from before)" not in said
+        assert {name: (Path("out/x.1") / name).read_bytes() for name in names(Path("out/x.1"))} == before
+        assert main(["diagnose", "out/x/x.pt"]) == 1
+        assert "out/x are in out/x.2 now" in capsys.readouterr().err
+    assert {"x.pt", "result.json"} <= names(Path("out/x")) & names(Path("out/x.2"))
+    assert result_of(Path("out/x"))["dump"] == "out/x/x.pt"
 
 
 def test_a_model_whose_padding_shows_without_a_wrong_call_is_located(
@@ -281,12 +295,14 @@ def test_a_script_whose_attention_is_right_ends_with_its_own_status(status: int)
     assert script_found(status).exit_status == status
 
 
-def test_a_clean_script_ends_with_what_is_left_to_look_at_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_clean_script_ends_with_what_is_left_to_look_at(capsys: pytest.CaptureFixture[str]) -> None:
     found = script_found(0)
     text.print_end(found)
-    assert capsys.readouterr().out.splitlines()[-1] == "all of it is in out/s"
-    assert found.advice.endswith("; sdpa-repro locate --model ID looks at padding, masks and positions")
-    assert "--help" not in text.next_command(found)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == "all of it is in out/s"
+    assert lines[-1].endswith(" show out/s/x.pt")
+    assert "capture --keep all keeps every call" in found.advice
+    assert "of a model instead of a script" in found.advice
 
 
 def test_calls_that_nobody_looked_at_are_told_and_not_called_right(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from sdpa_repro.cli import main
-from sdpa_repro.cli.explain import _range, limits, next_words
+from sdpa_repro.cli.explain import _range, limits, next_words, sections
 from sdpa_repro.errors import InputError
+from sdpa_repro.explaining.answers import Conditions, Workaround
+from sdpa_repro.explaining.conditions import backend_line
 from sdpa_repro.explaining.explanation import Explanation
 from sdpa_repro.replaying.cells import Cell
 from sdpa_repro.replaying.verdict import Status
@@ -99,3 +101,13 @@ def test_a_float8_dump_is_nobody_s_failure(tmp_path: Path, capsys: pytest.Captur
     assert main(["explain", "--json", dumped]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["backend"], document["verdict"], document["judged"]) == (None, "healthy", True)
+
+
+def test_a_line_that_only_a_model_of_transformers_understands_says_so() -> None:
+    helps = tuple(Workaround(f"{name} is right", backend_line(name), True) for name in ("MATH", "eager"))
+    found = Explanation(Path("x.pt"), "FLASH_ATTENTION", replayed((), ()), Conditions(True, workarounds=helps))
+    lines = dict(sections(found))["workarounds"]
+    assert [line for line in lines if line.endswith(":")] == [
+        "MATH is right:",
+        "eager is right (models of transformers):",
+    ]

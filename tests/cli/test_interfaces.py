@@ -173,6 +173,15 @@ def test_dumps_are_completed_where_one_is_wanted(verb: str, tmp_path: Path, monk
     assert [item.value for item in completed([verb], f"{tmp_path}{os.sep}L05")] == [str(tmp_path / "L05.pt")]
 
 
+@pytest.mark.parametrize("verb", DUMP_VERBS)
+def test_a_file_that_cannot_be_read_is_left_to_the_reader_whose_error_says_what_to_do(verb: str) -> None:
+    command = cli.Verbs().get_command(click.Context(cli.group), verb)
+    assert command is not None
+    kinds = [each.type for each in command.params if isinstance(each.type, click.Path)]
+    assert kinds
+    assert not any(kind.readable for kind in kinds)
+
+
 def test_where_no_dump_fits_the_shell_completes_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.txt").touch()
     monkeypatch.chdir(tmp_path)

@@ -78,6 +78,14 @@ def test_the_script_is_tried_with_what_it_needs_to_fail() -> None:
     assert try_script(Path("out/repro.py"), ["--preload", "f.py"]).endswith(" versions out/repro.py --preload f.py")
 
 
-def test_a_missing_dump_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["issue", str(tmp_path / "none.pt")]) == 2
-    assert capsys.readouterr().err.count("\n") <= 2
+@pytest.mark.parametrize("verb", ["issue", "share"])
+@pytest.mark.parametrize("name", ["none.pt", "bad.pt"])
+def test_a_file_that_is_no_dump_is_one_line_and_nothing_else(
+    verb: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.pt").write_text("no dump")
+    assert main([verb, str(tmp_path / name)]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith("error: cannot ")
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.pt"]

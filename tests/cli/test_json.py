@@ -138,7 +138,7 @@ def test_explain(replayed: Any) -> None:
 
 
 def test_sweep() -> None:
-    check("sweep", document(documents.grid()))
+    check("sweep", {**document(documents.grid()), "hint": ""})
 
 
 @pytest.mark.slow

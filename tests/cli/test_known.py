@@ -68,6 +68,7 @@ def test_a_machine_without_any_of_the_bugs_exits_with_0(trial: list[Outcome]) ->
     result = known("--here")
     assert result.exit_code == 0
     assert "0 of 1 known bugs that can be tested here are present" in result.stdout.splitlines()[0]
+    assert result.stdout.splitlines()[-1].endswith(" diagnose -- YOUR_SCRIPT.py")
 
 
 def test_a_bug_that_is_present_comes_first_and_exits_with_1(trial: list[Outcome]) -> None:
@@ -75,6 +76,7 @@ def test_a_bug_that_is_present_comes_first_and_exits_with_1(trial: list[Outcome]
     result = known("--here")
     assert result.exit_code == 1
     assert "1 of 1 known bugs" in result.stdout.splitlines()[0]
+    assert result.stdout.splitlines()[-1].endswith(" guard -- YOUR_SCRIPT.py")
     table = [line for line in result.stdout.splitlines() if "pytorch#" in line]
     assert table[0].split()[:2] == ["pytorch#195320", "affected"]
     assert "cannot be tested here" in table[1]

@@ -92,6 +92,45 @@ def test_bad_options_are_found_before_anything_runs(dump: Path, words: list[str]
     assert said in str(result.exception)
 
 
+def refusal(*words: object) -> str:
+    result = run(*words)
+    assert isinstance(result.exception, InputError)
+    assert result.stdout == result.stderr == ""
+    return str(result.exception)
+
+
+def test_a_file_that_is_there_is_replaced_only_when_told(dump: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.txt"
+    mine.write_text("years of work")
+    assert refusal(dump, "-o", mine).endswith("is there already: give another name with -o, or --force to replace it")
+    assert mine.read_text() == "years of work"
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)])
+def test_the_dump_itself_is_never_replaced_not_even_under_another_name(dump: Path, force: tuple[str, ...]) -> None:
+    other = dump.with_name("x.min.pt")
+    other.hardlink_to(dump)
+    assert "is the dump itself" in refusal(dump, *force)
+    assert "is the dump itself" in refusal(dump, "-o", dump, *force)
+
+
+@pytest.mark.slow
+def test_the_default_name_and_with_force_any_may_be_there(dump: Path, tmp_path: Path) -> None:
+    small = ["--freeze", "L,S,E,mask,values,layout,flags", "--preload", FAULT]
+    for words in ([], ["-o", tmp_path / "y.pt", "--force"]):
+        target = Path(str(words[1])) if words else dump.with_name("x.min.pt")
+        target.write_text("of an earlier run")
+        assert run(dump, *small, *words).exit_code == 1
+        assert load(target).recipe is not None
+
+
+def test_a_folder_that_cannot_be_written_into_is_said_before_anything_runs(
+    dump: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
+    assert refusal(dump).endswith("it is read-only; name a file elsewhere with -o")
+
+
 @pytest.mark.parametrize("words", [["--budget", "0"], ["--seed", "-1"], []], ids=str)
 def test_bad_usage_exits_with_2(words: list[str]) -> None:
     assert run(*words).exit_code == 2

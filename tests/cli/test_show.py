@@ -144,7 +144,7 @@ def test_live_result_origin_and_surroundings_are_told(tmp_path: Path) -> None:
         tmp_path,
         make_call(),
         live=live,
-        origin={"module": "layers.5.self_attn", "total_length": 289, "padding": 7, "rank": None},
+        origin={"module": "layers.5.self_attn", "total_length": 289, "padding": 7, "rank": None, "calls": 2},
         context={
             "device": "cuda:0",
             "grad": False,
@@ -159,6 +159,7 @@ def test_live_result_origin_and_surroundings_are_told(tmp_path: Path) -> None:
     live_row = row_of(lines, "live")
     assert "diverges in EFFICIENT_ATTENTION, max error 0.3, 41.7 x the threshold, 16 wrong rows" in live_row
     assert "[[0, 0, 288]]" in live_row
+    assert row_of(lines, "calls").split(maxsplit=1)[1] == "2 up to this one"
     assert "1 mod 32, 33 mod 64" in row_of(lines, "residues")
     assert "backends off: FLASH_ATTENTION, inference" in row_of(lines, "context")
     assert "gpu NVIDIA B200" in row_of(lines, "environment")

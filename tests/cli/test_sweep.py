@@ -88,3 +88,29 @@ def test_ranks_split_the_grid_and_rank_0_tells_the_whole(path: Path, tmp_path: P
         ("as-dumped", [[33, 33]], 4),
         ("dense", [], 5),
     ]
+
+
+def test_a_call_that_was_wrong_live_is_said_where_no_length_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = {"ran": "FLASH_ATTENTION", "status": "diverges", "ratio": 39.0}
+    planted = {"preloaded": [{"name": "fault.py", "sha256": "0" * 64}]}
+    words = ["--lengths", "33", "--backend", "MATH", "--in-process"]
+    for told, said in (
+        (planted, "the dumped call was wrong live with fault.py preloaded: add --preload to see it again"),
+        ({}, "the dumped call was wrong live, and no length tried here is"),
+    ):
+        dumped = write_dump(make_call(rows=33, heads=2), tmp_path / "call.pt", live=live, **told)
+        assert main(["sweep", str(dumped), *words]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1] == said
+        assert lines[-1].endswith(f" replay {dumped}")
+        assert main(["sweep", str(dumped), *words, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["hint"] == said
+
+
+def test_a_call_that_was_right_live_needs_no_hint(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", str(path), "--lengths", "33", "--backend", "MATH", "--in-process"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == ""
+    assert lines[-1].endswith(f" show {path}")

@@ -73,6 +73,22 @@ def test_a_written_test_is_answered_with_how_its_run_went(
     assert json.loads(capsys.readouterr().out)["works"] is False
 
 
+@pytest.mark.parametrize(("there", "said"), [(False, "is read-only; name a file"), (True, "give another name")])
+def test_a_test_that_cannot_be_written_is_said_before_a_model_is_built(
+    there: bool, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "test_padding.py"
+    if there:
+        path.write_text("")
+    monkeypatch.setattr("os.access", lambda name, mode: there and Path(name) != path)  # root may write anywhere
+    assert main(["verify", "--write-test", str(path), "--force"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(f"error: cannot write {path}: ")
+    assert said in shown.err
+    assert shown.err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

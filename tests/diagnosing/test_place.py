@@ -10,7 +10,7 @@ import pytest
 
 from sdpa_repro.capturing import folder as dumps
 from sdpa_repro.diagnosing import place
-from sdpa_repro.diagnosing.place import Run, brought, choose, held, read_run, start_over, write_run
+from sdpa_repro.diagnosing.place import Run, brought, choose, held, read_run, set_aside, start_over, write_run
 from sdpa_repro.errors import InputError
 
 
@@ -122,3 +122,40 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path: Path, monkeypa
     monkeypatch.setattr(dumps, "prepare", lambda folder: None)
     with pytest.raises(InputError, match="Read-only file system; choose another --out"), held(tmp_path / "x"):
         pass
+
+
+def test_the_results_of_another_command_are_moved_to_the_next_free_number(tmp_path: Path) -> None:
+    (tmp_path / "x.1").write_text("a file of somebody's")
+    for words, moved in (("first", "x.2"), ("second", "x.3")):
+        folder = begun(tmp_path / "x", "a")
+        (folder / "L00.pt").write_text(words)
+        assert set_aside(folder) == tmp_path / moved
+        assert not folder.exists()
+        assert (tmp_path / moved / "L00.pt").read_text() == words
+        assert read_run(tmp_path / moved) == Run("a", "command", True)
+
+
+def test_a_folder_without_results_stays_where_it_is(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "x", "a")
+    (folder / place.LOG).write_text("begun")
+    assert set_aside(folder) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_folder_that_holds_what_the_command_needs_is_not_moved(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "x", "a")
+    (folder / "repro.py").write_text("")
+    with pytest.raises(InputError, match="copy it out, or choose another --out"):
+        set_aside(folder, ["--option", folder / "repro.py"])
+    assert (folder / "repro.py").exists()
+
+
+def test_a_folder_that_cannot_be_moved_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(13, "Permission denied")
+
+    folder = begun(tmp_path / "x", "a")
+    (folder / "L00.pt").write_text("")
+    monkeypatch.setattr(os, "rename", refused)
+    with pytest.raises(InputError, match=r"cannot move .*x to .*x\.1: Permission denied; choose another --out"):
+        set_aside(folder)

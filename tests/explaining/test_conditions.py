@@ -96,6 +96,24 @@ def test_the_fault_of_191937_gets_its_conditions(plant: Plant) -> None:
     assert lines[backend_line("MATH")] is True
 
 
+def test_one_head_that_fails_by_its_stride_of_0_alone_is_said_with_the_heads(plant: Plant) -> None:
+    plant("pytorch_191937")
+    (line,) = (line for line in explained(make_call(padding=7)).words() if line.startswith("not needed: "))
+    alone = "query head 0 alone"
+    said = f"{alone}, contiguous key and value: passes; {alone}, key and value still with head stride 0: fails"
+    assert f"several query heads ({said})" in line
+
+
+def test_a_fault_that_minds_a_head_stride_of_0_at_one_head_is_found_and_cured() -> None:
+    call = make_call(heads=1, **{**SMALL, "layout": "expanded"})
+    stride = (0, 0, *call.key.stride()[2:])
+    call = replace(call, key=call.key.as_strided(call.key.shape, stride))
+    found = conditions(call, when(lambda call: call.key.stride(1) == 0), CONTEXT)
+    assert "key_value_head_stride_0" in ids(found)[0]
+    lines = {workaround.line for workaround in found.workarounds}
+    assert "key = key.clone(memory_format=torch.contiguous_format)" in lines
+
+
 @pytest.mark.slow
 def test_the_fault_of_191937_gets_its_conditions_at_the_size_it_was_found(plant: Plant) -> None:
     plant("pytorch_191937")

@@ -302,6 +302,41 @@ def test_dense_variants_come_together_first_and_only_that_decides() -> None:
     assert found[2].call.key.stride(1) == 0
 
 
+@pytest.mark.parametrize("layout", ["expanded", "dense"])
+def test_a_head_stride_of_0_at_one_head_is_a_factor_with_a_line_that_changes_it(layout: str) -> None:
+    call = one_head(make_call(heads=4, layout=layout))
+    found, *_ = variants("key_value_head_stride_0", call)
+    assert call.key.is_contiguous()
+    assert found.call.key.stride() == (33 * 136, 33 * 136, 136, 1)
+    assert found.line == (
+        "key, value = key.clone(memory_format=torch.contiguous_format), "
+        "value.clone(memory_format=torch.contiguous_format)"
+    )
+    assert same_result(call, found.call)
+    pasted: dict[str, Tensor] = {"key": call.key, "value": call.value}
+    exec(found.line, {"torch": torch}, pasted)
+    assert (pasted["key"].stride(), pasted["value"].stride()) == (found.call.key.stride(),) * 2
+
+
+def one_head(call: AttentionCall) -> AttentionCall:
+    """The first head alone; its key and value expanded from it, to one head."""
+    key, value = (tensor[:, :1].as_strided((1, 1, 33, 136), (0, 0, 136, 1)) for tensor in (call.key, call.value))
+    return replace(call, query=call.query[:, :1], key=key.contiguous(), value=value.contiguous())
+
+
+def test_one_head_is_tried_plainly_too_where_its_head_stride_stays_0() -> None:
+    two, plain, alone = variants("heads", make_call())
+    assert two.call.query.shape[1] == 2
+    assert (plain.decides, alone.decides) == (False, True)
+    assert (plain.call.key.stride(1), alone.call.key.stride(1)) == (33 * 136, 0)
+    assert plain.words == "query head 0 alone, contiguous key and value"
+    assert alone.words == "query head 0 alone, key and value still with head stride 0"
+    assert [each.words for each in variants("heads", make_call(layout="dense"))] == [
+        "two query heads",
+        "query head 0 alone",
+    ]
+
+
 def test_a_transposed_base_of_repeated_heads_is_made_dense_under_the_repetition() -> None:
     call = make_call()
     base = call.key[:, :1].transpose(2, 3).contiguous().transpose(2, 3)
