@@ -40,7 +40,7 @@ def _take_over() -> bool:
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return False
     try:
-        signal.signal(signal.SIGINT, _stop)
+        signal.signal(signal.SIGINT, _Stop())
     except ValueError:  # not the main thread
         return False
     sys.unraisablehook = _raise_again
@@ -48,14 +48,19 @@ def _take_over() -> bool:
     return True
 
 
-def _stop(number: int, frame: object) -> None:
-    """End the process when torch is not there yet, else raise KeyboardInterrupt."""
-    if _torch_is_imported():
-        raise KeyboardInterrupt
-    try:
-        os.write(2, b"error: interrupted\n")
-    finally:
-        os._exit(INTERRUPTED)
+class _Stop:
+    """Ctrl-C: ends the process when torch is not there yet, else raises KeyboardInterrupt."""
+
+    interrupts_only = True
+    """What computes in this thread is asked for it (`capturing.handlers`): no other exception comes from here."""
+
+    def __call__(self, number: int, frame: object) -> None:
+        if _torch_is_imported():
+            raise KeyboardInterrupt
+        try:
+            os.write(2, b"error: interrupted\n")
+        finally:
+            os._exit(INTERRUPTED)
 
 
 def _torch_is_imported() -> bool:

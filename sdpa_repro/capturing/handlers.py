@@ -28,11 +28,12 @@ def hand_on(error: BaseException) -> None:
 
 
 def may_be_interrupted() -> bool:
-    """Whether a signal handler of the program, Python's own for Ctrl-C aside, may run in this thread at any moment."""
+    """Whether a signal handler of the program that does more than Ctrl-C may run in this thread at any moment."""
     if threading.current_thread() is not threading.main_thread():
         return False
     handlers = (signal.getsignal(number) for number in _SIGNALS)
-    return any(callable(handler) and handler is not signal.default_int_handler for handler in handlers)
+    usual = signal.default_int_handler
+    return any(callable(each) and each is not usual and not hasattr(each, "interrupts_only") for each in handlers)
 
 
 def _code(handler: Any) -> CodeType | None:
