@@ -130,6 +130,10 @@ def document_text(schema: str, body: Mapping[str, Any]) -> str:
     return json.dumps({**head, **_plain(body)}, indent=1, allow_nan=False)
 
 
+_RICH_GAP, _RICH_EDGES = 3, 2
+"""Columns between two cells of a table on a terminal, and at its sides, at most."""
+
+
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, styles: Sequence[str | None] | None = None) -> None:
     """Print a table on stdout; `styles` gives a colour per row (for example "red"), used on a terminal only.
 
@@ -138,9 +142,13 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, styles: Sequ
     if quiet():
         return
     cells = [[clean(str(cell)) for cell in row] for row in rows]
-    if _colour(sys.stdout) and _rich_table(headers, cells, styles):
-        return
     width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else None
+    if width is not None and sum(_words(headers, cells)) > _room(headers, width):
+        for text in _listed(headers, cells, width):
+            line(text)
+        return
+    if width is not None and _colour(sys.stdout) and _rich_table(headers, cells, styles, width):
+        return
     for text in aligned(headers, cells, width):
         line(text)
 
@@ -152,9 +160,9 @@ def aligned(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | 
     """
     columns = range(len(headers))
     filled = [[row[column] if column < len(row) else "" for column in columns] for row in rows]
-    sizes = [max([_cells(headers[column]), *(_cells(row[column]) for row in filled)]) for column in columns]
+    sizes = _sizes(headers, filled)
     if width is not None:
-        sizes = _shrunk(sizes, width)
+        sizes = _shrunk(sizes, _words(headers, filled), width - len(_GAP) * (len(sizes) - 1))
     right = [bool(filled) and all(_is_number(row[column]) for row in filled) for column in columns]
     lines = _text_row(headers, sizes, right)
     lines.append(_GAP.join("-" * size for size in sizes))
@@ -183,7 +191,25 @@ def _colour(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def _rich_table(headers: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str | None] | None) -> bool:
+def _listed(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """The rows of a table that is too wide even with a word a line: each as "header cell" by "header cell"."""
+    lines = []
+    for row in rows:
+        pairs = [f"{name} {cell}".strip() for name, cell in zip(headers, row, strict=False) if cell]
+        text = pairs[0] if pairs else ""
+        for pair in pairs[1:]:
+            if _cells(text) + len(_GAP) + _cells(pair) > width:
+                lines.append(text)
+                text = _GAP + pair
+            else:
+                text += _GAP + pair
+        lines.append(text)
+    return lines
+
+
+def _rich_table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str | None] | None, width: int
+) -> bool:
     """Draw with rich; False where it is not installed."""
     try:
         from rich import box
@@ -193,9 +219,10 @@ def _rich_table(headers: Sequence[str], rows: Sequence[Sequence[str]], styles: S
     except ModuleNotFoundError:
         return False
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    sizes = _shrunk(_sizes(headers, rows), _words(headers, rows), _room(headers, width))
     for column, name in enumerate(headers):
         numbers = bool(rows) and all(_is_number(row[column]) for row in rows if column < len(row))
-        drawn.add_column(Text(name), justify="right" if numbers else "left", overflow="fold")
+        drawn.add_column(Text(name), width=sizes[column], justify="right" if numbers else "left", overflow="fold")
     for index, row in enumerate(rows):
         style = styles[index] if styles is not None and index < len(styles) else None
         drawn.add_row(*(Text(cell) for cell in row), style=style)
@@ -203,12 +230,35 @@ def _rich_table(headers: Sequence[str], rows: Sequence[Sequence[str]], styles: S
     return True
 
 
-def _shrunk(sizes: list[int], width: int) -> list[int]:
-    """Column widths that fit into `width`: the widest column gives first, none below 8."""
+def _room(headers: Sequence[str], width: int) -> int:
+    """What a terminal of `width` columns leaves for the cells of a row."""
+    return width - _RICH_GAP * (len(headers) - 1) - _RICH_EDGES
+
+
+def _shrunk(sizes: list[int], least: list[int], room: int) -> list[int]:
+    """Column widths that add up to `room`: the widest gives first, below its longest word (down to 8) only in need."""
     sizes = list(sizes)
-    while sum(sizes) + len(_GAP) * (len(sizes) - 1) > width and max(sizes, default=0) > 8:
-        sizes[sizes.index(max(sizes))] -= 1
+    while sum(sizes) > room:
+        spare = [column for column, size in enumerate(sizes) if size > least[column]]
+        spare = spare or [column for column, size in enumerate(sizes) if size > 8]
+        if not spare:
+            break
+        sizes[max(spare, key=lambda column: sizes[column])] -= 1
     return sizes
+
+
+def _sizes(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    """The widest cell of each column."""
+    return [max(map(_cells, column)) for column in _columns(headers, rows)]
+
+
+def _words(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    """The longest word of each column."""
+    return [max(_cells(word) for cell in column for word in cell.split(" ")) for column in _columns(headers, rows)]
+
+
+def _columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [[name, *(row[at] for row in rows if at < len(row))] for at, name in enumerate(headers)]
 
 
 def _text_row(cells: Sequence[str], sizes: Sequence[int], right: Sequence[bool]) -> list[str]:

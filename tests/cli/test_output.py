@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -87,6 +88,29 @@ def test_wrapping_keeps_the_letters_of_every_cell(width: int) -> None:
     assert max(map(len, lines)) <= width
     body = "".join(line[len("index") + 2 :] for line in lines[2:])
     assert body.replace(" ", "") == cell.replace(" ", "")
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_words_stay_whole_while_a_wider_column_can_give(monkeypatch: pytest.MonkeyPatch, colour: bool) -> None:
+    stream = terminal(monkeypatch)
+    if not colour:
+        monkeypatch.setenv("NO_COLOR", "1")
+    output.table(["backend", "status", "reason"], [["FLASH_ATTENTION", "agrees", "it takes no mask of this kind " * 5]])
+    assert "FLASH_ATTENTION" in stream.getvalue()
+    assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", text)) for text in stream.getvalue().splitlines()) <= 80
+
+
+def test_a_table_that_is_too_wide_for_its_words_becomes_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = terminal(monkeypatch)
+    headers = ["module", "query", "kernel", "threshold", "file"]
+    row = ["model.layers.5.self_attn", "1x4x65x64", "FLASH_ATTENTION", "2.4e-06", "L05-self_attn-call5-289x289.pt"]
+    output.table(headers, [row, ["", *row[1:]]])
+    assert stream.getvalue().splitlines() == [
+        "module model.layers.5.self_attn  query 1x4x65x64  kernel FLASH_ATTENTION",
+        "  threshold 2.4e-06  file L05-self_attn-call5-289x289.pt",
+        "query 1x4x65x64  kernel FLASH_ATTENTION  threshold 2.4e-06",
+        "  file L05-self_attn-call5-289x289.pt",
+    ]
 
 
 def test_rows_shorter_than_the_header_and_no_rows_are_fine() -> None:
