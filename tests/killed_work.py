@@ -187,7 +187,10 @@ class Idle:
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Replace everything that computes by what it might have found."""
+    """Replace everything that computes by what it might have found.
+
+    Replace nothing further of `chain` within, unless that ends within too: it would be put back later, as it is here.
+    """
     cheap = {
         "replay": lambda path, **_: made_replay(path),
         "explain": lambda path, replayed, **_: Explanation(path, "MATH", replayed),

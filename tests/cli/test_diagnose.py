@@ -164,8 +164,8 @@ def test_a_bug_that_is_known_and_fixed_says_to_upgrade_first_and_writes_an_issue
 ) -> None:
     known = Match("pytorch#191937", "exact", "title", "2.14.0", "key.contiguous()")
     monkeypatch.setattr(torch, "__version__", "2.13.0")
-    with stand_ins():
-        replay_is(monkeypatch, known=(known,))
+    with stand_ins(), monkeypatch.context() as patched:
+        replay_is(patched, known=(known,))
         assert main(["diagnose", str(dump)]) == 1
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == "upgrade torch to 2.14.0 or later: MATH is wrong in query row 4"
@@ -240,8 +240,8 @@ def test_a_model_whose_padding_shows_without_a_wrong_call_is_located(
 
     monkeypatch.setattr(capturing, "run_capture", captured)
     monkeypatch.setattr(chain, "located", located)
-    with stand_ins():
-        replay_is(monkeypatch, verdict=Verdict.HEALTHY, guilty=(), sentence="clean on this cpu", exit_status=0)
+    with stand_ins(), monkeypatch.context() as patched:
+        replay_is(patched, verdict=Verdict.HEALTHY, guilty=(), sentence="clean on this cpu", exit_status=0)
         assert main(["diagnose", "--model", "some/model", "--pad", "7"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "clean on this cpu"

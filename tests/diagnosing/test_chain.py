@@ -31,7 +31,7 @@ def case(tmp_path: Path) -> Case:
 
 def test_nothing_is_replayed_or_reduced_twice(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, dict[str, Any]] = {}
-    with stand_ins():
+    with stand_ins(), monkeypatch.context() as patched:
         for name in ("explain", "reduce_dump", "publish"):
             real = getattr(chain, name)
 
@@ -39,7 +39,7 @@ def test_nothing_is_replayed_or_reduced_twice(case: Case, monkeypatch: pytest.Mo
                 given[_name] = options
                 return _real(*words, **options)
 
-            monkeypatch.setattr(chain, name, noted)
+            patched.setattr(chain, name, noted)
         result = chain.replayed(case)
         chain.explained(case, result)
         small = chain.reduced(case, result)
@@ -54,8 +54,8 @@ def test_a_call_that_cannot_be_reduced_is_published_as_it_is(case: Case, monkeyp
     def refuses(*_: object, **__: object) -> None:
         raise InputError("it is not to be reduced")
 
-    with stand_ins():
-        monkeypatch.setattr(chain, "reduce_dump", refuses)
+    with stand_ins(), monkeypatch.context() as patched:
+        patched.setattr(chain, "reduce_dump", refuses)
         small = chain.reduced(case, made_replay(case.dump))
     assert small == Reduced("not reduced: it is not to be reduced")
 
