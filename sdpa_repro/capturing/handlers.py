@@ -7,13 +7,17 @@ errors are counted and forgotten; this one is the program's, and has to reach it
 from __future__ import annotations
 
 import signal
+import sys
 import threading
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
 from sdpa_repro.capturing.load_errors import causes
 
-_SIGNALS = tuple(signal.valid_signals())
+_SIGNALS = tuple(map(int, signal.valid_signals()))
+_HANDLER: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
+"""Without the enums that `signal` makes of what the system says: they take most of the time."""
 
 
 def hand_on(error: BaseException) -> None:
@@ -31,7 +35,7 @@ def may_be_interrupted() -> bool:
     """Whether a signal handler of the program that does more than Ctrl-C may run in this thread at any moment."""
     if threading.current_thread() is not threading.main_thread():
         return False
-    handlers = (signal.getsignal(number) for number in _SIGNALS)
+    handlers = map(_HANDLER, _SIGNALS)
     usual = signal.default_int_handler
     return any(callable(each) and each is not usual and not hasattr(each, "interrupts_only") for each in handlers)
 

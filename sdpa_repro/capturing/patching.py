@@ -24,13 +24,18 @@ Observer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Called as (original function, args, kwargs); does the call and returns its result."""
 
 
-_SUSPENDED = threading.local()
-"""`compiler`: what looked at the functions that this thread called, until an observer began its work."""
+class _Suspended(threading.local):
+    """What looked at the functions that this thread called, until an observer began its work."""
+
+    compiler: Any = None
+
+
+_SUSPENDED = _Suspended()
 
 
 def untouched(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An observer's call of the original function: `torch.compile` sees of it what it would without the observer."""
-    compiler = getattr(_SUSPENDED, "compiler", None)
+    compiler = _SUSPENDED.compiler
     if compiler is None:
         return original(*args, **kwargs)
     frames: Any = torch._C._dynamo.eval_frame
@@ -58,7 +63,7 @@ class Replacement:
         if "torch._dynamo" not in sys.modules:
             return self.observer(self.original, args, kwargs)
         frames: Any = torch._C._dynamo.eval_frame
-        compiler, before = frames.set_eval_frame(None), getattr(_SUSPENDED, "compiler", None)
+        compiler, before = frames.set_eval_frame(None), _SUSPENDED.compiler
         if compiler is None and before is None:
             return self.observer(self.original, args, kwargs)
         _SUSPENDED.compiler = compiler

@@ -83,7 +83,7 @@ class Seen:
         flash = self.direct and self.kernel == "FLASH_ATTENTION"
         if flash and not alone and query.numel() and query.shape[0] * query.shape[1] > 1:
             _RECORDER.pools.started = True  # each of its threads got heads of this call
-        return (alone or getattr(_RECORDER.pools, "started", False)) and undisturbed(query.device)
+        return (alone or _RECORDER.pools.started) and undisturbed(query.device)
 
     def judged(self, judge: Judge) -> LiveCheck:
         """The live check, done once for all sessions that ask."""
@@ -145,6 +145,12 @@ class Begun:
 NOT_SEEN = Begun((), None, None, inside=True)
 
 
+class Pools(threading.local):
+    """Whether this thread is known to have an OpenMP pool."""
+
+    started = False
+
+
 @dataclass
 class Recorder:
     """Which sessions are open in this process; the patch is in place while any is."""
@@ -152,8 +158,7 @@ class Recorder:
     lock: threading.RLock
     callers: Callers
     aside: Aside
-    pools: threading.local
-    """`started` in threads that are known to have an OpenMP pool."""
+    pools: Pools
     patch: Patch | None = None
     open: tuple[Listener, ...] = ()
     everywhere: tuple[Listener, ...] = ()
@@ -162,7 +167,7 @@ class Recorder:
 _HERE: ContextVar[tuple[Listener, ...]] = ContextVar("sdpa_repro_sessions", default=())
 _INSIDE: ContextVar[bool] = ContextVar("sdpa_repro_inside", default=False)
 """Whether this context is within a recorded call or the recorder's own work: calls are then not seen."""
-_RECORDER = Recorder(threading.RLock(), Callers(), Aside(lambda: _INSIDE.set(True)), threading.local())
+_RECORDER = Recorder(threading.RLock(), Callers(), Aside(lambda: _INSIDE.set(True)), Pools())
 
 
 @contextmanager
@@ -209,7 +214,7 @@ def _forked() -> None:
     """In a forked child, where locks that other threads held are never released."""
     _RECORDER.lock = threading.RLock()
     _RECORDER.aside.forked()
-    _RECORDER.pools = threading.local()
+    _RECORDER.pools = Pools()
     for session in _RECORDER.open:
         if isinstance(session, Forks):
             session.forked()

@@ -255,7 +255,7 @@ def checkers(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
         return check(*arguments, **words)
 
     monkeypatch.setattr(session, "check", noted)
-    monkeypatch.setattr(recorder._RECORDER, "pools", threading.local())
+    monkeypatch.setattr(recorder._RECORDER, "pools", recorder.Pools())
     return found
 
 
