@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 
-INTERRUPTED = 130
+from sdpa_repro.errors import INTERRUPTED
+
 AGAIN_SECONDS = 0.01
 """After which a KeyboardInterrupt that came to nothing is raised again."""
 

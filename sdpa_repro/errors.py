@@ -1,6 +1,9 @@
-"""The one exception whose text is meant for the user."""
+"""The one exception whose text is meant for the user, and the exit status of Ctrl-C."""
 
 from __future__ import annotations
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 
 
 class InputError(Exception):

@@ -117,7 +117,7 @@ def _kind(known: KnownIssue, situation: Situation, emulated: bool) -> str | None
         return None
     try:
         answer = min(here, known.trigger(situation)) if not emulated else known.trigger(situation)
-    except (IndexError, RuntimeError, NotImplementedError):
+    except (IndexError, RuntimeError):
         return None  # fewer dimensions than the kernel takes, or a tensor without memory to look at
     if emulated:
         return "emulated" if answer is Answer.YES else None

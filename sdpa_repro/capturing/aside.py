@@ -103,7 +103,6 @@ class Aside:
         self._jobs: queue.SimpleQueue[Job[Any]] = queue.SimpleQueue()
         self._pid = 0
         self._last: Callable[[], Job[Any] | None] = lambda: None
-        atexit.register(self._settle)
 
     def _settle(self) -> None:
         job = self._last()
@@ -148,6 +147,7 @@ class Aside:
                 except RuntimeError:
                     self._thread = None
                     return False
+                atexit.register(self._settle)
             elif threading.current_thread() is self._thread:
                 return False
             self._jobs.put(job)
@@ -163,4 +163,5 @@ class Aside:
                 with self._lock:
                     if jobs.empty():
                         self._thread = None
+                        atexit.unregister(self._settle)  # which would keep this object to the end of the process
                         return

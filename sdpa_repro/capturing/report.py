@@ -16,12 +16,11 @@ from typing import Any
 from sdpa_repro.capturing import folder
 from sdpa_repro.capturing.records import WRONG, CallRecord, Options, nothing_seen
 from sdpa_repro.capturing.script import ScriptRun
-from sdpa_repro.errors import InputError
+from sdpa_repro.errors import INTERRUPTED, InputError
 from sdpa_repro.replaying.replay import prove as prove_dump
 from sdpa_repro.visibility import ranges, ranges_text
 
 Report = dict[str, Any]
-INTERRUPTED = 130
 
 
 def of_session(summary: Mapping[str, Any], out: Path, preloaded: Sequence[Mapping[str, str]] = ()) -> Report:

@@ -22,10 +22,10 @@ import click
 
 from sdpa_repro.cli.epilog import epilog
 from sdpa_repro.cli.output import PROGRAM, be_quiet, clean
-from sdpa_repro.errors import InputError
+from sdpa_repro.errors import INTERRUPTED, InputError
 from sdpa_repro.version import VERSION
 
-BAD_INPUT, INTERNAL, INTERRUPTED = 2, 70, 130
+BAD_INPUT, INTERNAL = 2, 70
 COMPLETION = "_SDPA_REPRO_COMPLETE"
 """Set by click's shell completion, which `main` leaves to click."""
 TRACEBACK = "SDPA_REPRO_TRACEBACK"

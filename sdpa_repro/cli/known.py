@@ -8,12 +8,11 @@ import click
 
 from sdpa_repro.cli import output
 from sdpa_repro.cli.epilog import epilog
+from sdpa_repro.errors import INTERRUPTED
 
 if TYPE_CHECKING:
     from sdpa_repro.explaining.known_here import Outcome
     from sdpa_repro.known_issues import KnownIssue
-
-INTERRUPTED = 130
 
 
 @click.command(

@@ -11,11 +11,11 @@ import click
 from sdpa_repro.cli import output
 from sdpa_repro.cli.completing import PATH
 from sdpa_repro.cli.epilog import epilog
+from sdpa_repro.errors import INTERRUPTED
 
 if TYPE_CHECKING:
     from sdpa_repro.publishing.try_versions import Versions
 
-INTERRUPTED = 130
 COLOURS = {"fails": "red", "crashed": "red", "no answer": "red", "passes": "green"}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from sdpa_repro.errors import INTERRUPTED
 from sdpa_repro.explaining.answers import Conditions
 from sdpa_repro.explaining.hurried import LATER, NO_ANSWER
 from sdpa_repro.explaining.hypotheses import Hypothesis
@@ -18,9 +19,6 @@ from sdpa_repro.known_issues import Match
 from sdpa_repro.replaying.cells import SWALLOWED
 from sdpa_repro.replaying.replay import Replay
 from sdpa_repro.replaying.verdict import Status
-
-STOPPED = 130
-"""Exit status of a run that was interrupted."""
 
 TOO_LITTLE = 2
 """Exit status when the budget was too small for an answer."""
@@ -64,7 +62,7 @@ class Explanation:
     def exit_status(self) -> int:
         """That of the replay; 130 after Ctrl-C; 2 when time ran out before any call like it was seen to fail."""
         if self.interrupted:
-            return STOPPED
+            return INTERRUPTED
         return TOO_LITTLE if self.larger_budget and self.backend is None else self.replay.exit_status
 
     @property

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Mapping
+from typing import Any
 
 LONGEST = 200
 """Characters of a foreign text that are shown."""
@@ -70,3 +72,13 @@ def _printable(letter: str) -> bool:
 def _longest_run(text: str) -> int:
     """Length of the longest run of backticks."""
     return max((len(run) for run in re.findall("`+", text)), default=0)
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """The value if it is a mapping, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def texts(value: Any) -> list[str]:
+    """The strings of a list; [] for anything else."""
+    return [item for item in value if isinstance(item, str)] if isinstance(value, (list, tuple)) else []

@@ -16,6 +16,7 @@ from sdpa_repro.capturing.tiny import NAME as EMBEDDED
 from sdpa_repro.dump import Dump
 from sdpa_repro.errors import InputError
 from sdpa_repro.publishing import wording
+from sdpa_repro.publishing.escaping import mapping
 from sdpa_repro.publishing.length_facts import adopted, of_call
 from sdpa_repro.publishing.limit import errors_in, fitted_limit, rounding_limit
 from sdpa_repro.publishing.running import ScriptRun, run_script
@@ -96,7 +97,7 @@ def story_of(
     """
     rule = adopted(explanation, told or {}, dump.call) if captured is not None else ""
     found = f"{rule} (found on the captured call: {of_call(captured)})" if captured is not None and rule else ""
-    cells = [wording.mapping(cell) for cell in replayed.get("cells") or ()]
+    cells = [mapping(cell) for cell in replayed.get("cells") or ()]
     mine = [cell for cell in cells if cell.get("backend") == backend and cell.get("dtype") == replayed.get("dtype")]
     status = str(mine[0].get("status")) if mine else "diverges"
     plain = Story(

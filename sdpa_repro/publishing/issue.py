@@ -15,7 +15,7 @@ from sdpa_repro.attention import AttentionCall, is_rule, viewed_once
 from sdpa_repro.errors import InputError
 from sdpa_repro.mask import describe
 from sdpa_repro.publishing import scope, wording
-from sdpa_repro.publishing.escaping import block, code, one_line, prose
+from sdpa_repro.publishing.escaping import block, code, mapping, one_line, prose, texts
 from sdpa_repro.publishing.length_facts import adopted
 from sdpa_repro.publishing.limit import errors_in
 from sdpa_repro.publishing.running import ScriptRun
@@ -196,16 +196,14 @@ def _captured_rows(report: Report) -> str:
     """Which rows of the captured call are wrong: the reduced one keeps as few as it can."""
     if report.captured is None or report.captured.query.dim() < 3:
         return ""
-    cell = guilty_cell(
-        report.captured_replay or wording.mapping(report.captured_explanation.get("replay")), report.story
-    )
+    cell = guilty_cell(report.captured_replay or mapping(report.captured_explanation.get("replay")), report.story)
     return wording.wrong_rows(cell, report.captured.query.shape[-2], report.captured.query.shape[-3], others=False)
 
 
 def _asked_for(report: Report) -> str:
     """What maintainers ask for that takes a run of its own."""
     story = report.story
-    outside = wording.mapping(report.explanation.get("poison")).get("reads_outside") is True
+    outside = mapping(report.explanation.get("poison")).get("reads_outside") is True
     wanted = []
     if story.backend == "CUDNN_ATTENTION":
         log = "CUDNN_LOGLEVEL_DBG=3 CUDNN_LOGDEST_DBG=be.log CUDNN_FRONTEND_LOG_INFO=1 python repro.py"
@@ -217,7 +215,7 @@ def _asked_for(report: Report) -> str:
 
 def _none_needed(explained: Mapping[str, Any]) -> str:
     """That each thing that was changed left the failure as it was; "" where nothing was tried."""
-    return "nothing that was tried" if wording.texts(explained.get("not_needed")) else ""
+    return "nothing that was tried" if texts(explained.get("not_needed")) else ""
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -226,7 +224,7 @@ def _listed(words: Sequence[str]) -> str:
 
 def guilty_cell(replay: Mapping[str, Any], story: Story) -> Mapping[str, Any]:
     """The replay table's cell of the story's backend in the captured dtype; empty when there is none."""
-    cells = [wording.mapping(cell) for cell in replay.get("cells") or ()]
+    cells = [mapping(cell) for cell in replay.get("cells") or ()]
     mine = [cell for cell in cells if cell.get("backend") == story.backend]
     return next((cell for cell in mine if cell.get("dtype") in (replay.get("dtype"), "captured")), {})
 

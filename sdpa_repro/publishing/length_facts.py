@@ -8,6 +8,7 @@ from typing import Any
 
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.explaining.rules import Clause, Rule
+from sdpa_repro.publishing.escaping import mapping
 
 _RANGE = re.compile(r"(\d+) <= ([LS])(?: % (\d+))? <= (\d+)")
 _LIST = re.compile(r"([LS])(?: % (\d+))? in \((\d+(?:, \d+)*)\)")
@@ -33,15 +34,15 @@ def _clause(text: str) -> Clause | None:
 
 def pairs(explained: Mapping[str, Any]) -> dict[tuple[int, int], bool]:
     """Every pair (L, S) that was tried, once, and whether it fails; from an explanation's document."""
-    rule = _mapping(explained.get("length_rule"))
+    rule = mapping(explained.get("length_rule"))
     found: dict[tuple[int, int], bool] = {}
-    for sweep in map(_mapping, rule.get("sweeps") or ()):
-        fixed = _mapping(sweep.get("fixed"))
+    for sweep in map(mapping, rule.get("sweeps") or ()):
+        fixed = mapping(sweep.get("fixed"))
         for name, fails in (("failing", True), ("passing", False)):
             for first, last in sweep.get(name) or ():
                 for number in range(first, last + 1):
                     found[_at(number, fixed)] = fails
-    for one in map(_mapping, rule.get("apart") or ()):
+    for one in map(mapping, rule.get("apart") or ()):
         found[one["L"], one["S"]] = one["fails"] is True
     return found
 
@@ -59,7 +60,7 @@ def counts(explained: Mapping[str, Any]) -> tuple[int, int] | None:
     if tried:
         failing = sum(tried.values())
         return failing, len(tried) - failing
-    rule = _mapping(explained.get("length_rule"))
+    rule = mapping(explained.get("length_rule"))
     fails, passes = rule.get("fails"), rule.get("passes")
     return (fails, passes) if isinstance(fails, int) and isinstance(passes, int) else None
 
@@ -70,8 +71,8 @@ def adopted(explained: Mapping[str, Any], told: Mapping[str, Any], call: Attenti
     explained, call: the reduced call; told: of the captured one. It must have predicted every held-out pair, and no
     pair at which the reduced call fails may contradict it: a pass may be an error that its values hide in rounding.
     """
-    text = _mapping(told.get("length_rule")).get("rule")
-    if _mapping(explained.get("length_rule")).get("rule") or not _predicted(told):
+    text = mapping(told.get("length_rule")).get("rule")
+    if mapping(explained.get("length_rule")).get("rule") or not _predicted(told):
         return ""
     rule = parsed(text)
     if rule is None or not rule.fails(call.query.shape[-2], call.key.shape[-2]):
@@ -80,7 +81,7 @@ def adopted(explained: Mapping[str, Any], told: Mapping[str, Any], call: Attenti
 
 
 def _predicted(explained: Mapping[str, Any]) -> bool:
-    rule = _mapping(explained.get("length_rule"))
+    rule = mapping(explained.get("length_rule"))
     return bool(rule.get("held_out")) and rule.get("held_out_right") == rule.get("held_out")
 
 
@@ -94,7 +95,3 @@ def hidden(explained: Mapping[str, Any], rule: str) -> tuple[int, int]:
 def of_call(call: AttentionCall) -> str:
     """What tells one call from another in a sentence: "head_dim 64, L = 97, S = 97"."""
     return f"head_dim {call.query.shape[-1]}, L = {call.query.shape[-2]}, S = {call.key.shape[-2]}"
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

@@ -15,7 +15,7 @@ from sdpa_repro.dump import load
 from sdpa_repro.errors import InputError
 from sdpa_repro.explaining.explain import explain, suspect
 from sdpa_repro.publishing import files
-from sdpa_repro.publishing.escaping import one_line
+from sdpa_repro.publishing.escaping import mapping, one_line
 from sdpa_repro.publishing.facts import Tried, is_synthetic, recipes_of, story_of, tried_script
 from sdpa_repro.publishing.issue import Report, check_template, issue
 from sdpa_repro.publishing.published import Published
@@ -25,7 +25,6 @@ from sdpa_repro.publishing.version_results import read_results
 from sdpa_repro.publishing.version_row import Row
 from sdpa_repro.publishing.version_table import issue_rows
 from sdpa_repro.publishing.versions import collect_env, table
-from sdpa_repro.publishing.wording import mapping
 from sdpa_repro.reducing.dump_reducer import reduce_dump
 from sdpa_repro.replaying.backends import Backend
 from sdpa_repro.replaying.interrupts import interrupts

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sdpa_repro.errors import InputError
+from sdpa_repro.errors import INTERRUPTED, InputError
 from sdpa_repro.explaining.explain import Explanation, explain
 from sdpa_repro.known_issues import sentence
 from sdpa_repro.publishing.page import check_target, page, write_page
@@ -20,7 +20,6 @@ from sdpa_repro.replaying.worker import Worker
 
 Progress = Callable[[str], None]
 
-INTERRUPTED = 130
 SEVERITY = (0, 2, 3, 1, INTERRUPTED)
 """Exit statuses, the one that wins over all others last."""
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from sdpa_repro.attention import AttentionCall, is_rule
-from sdpa_repro.publishing.escaping import one_line, prose
+from sdpa_repro.publishing.escaping import mapping, one_line, prose, texts
 from sdpa_repro.publishing.length_facts import counts, hidden, of_call
-from sdpa_repro.publishing.wording import mapping, texts
 from sdpa_repro.replaying.reference import reference
 from sdpa_repro.switches import dtype_name
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.explaining.factors import FACTORS
-from sdpa_repro.publishing.escaping import code, one_line, prose
+from sdpa_repro.publishing.escaping import code, mapping, one_line, prose, texts
 from sdpa_repro.publishing.length_facts import pairs
 from sdpa_repro.publishing.story import FAILURE, Story
 from sdpa_repro.switches import dtype_name
@@ -279,13 +279,3 @@ def labels(story: Story) -> list[str]:
     if story.backend == "CUDNN_ATTENTION":
         found.append("module: cudnn")
     return found
-
-
-def mapping(value: Any) -> Mapping[str, Any]:
-    """The value if it is a mapping, else an empty one."""
-    return value if isinstance(value, Mapping) else {}
-
-
-def texts(value: Any) -> list[str]:
-    """The strings of a list; [] for anything else."""
-    return [item for item in value if isinstance(item, str)] if isinstance(value, (list, tuple)) else []

@@ -12,9 +12,9 @@ from typing import Any
 from sdpa_repro import environment
 from sdpa_repro.attention import AttentionCall
 from sdpa_repro.dump import Dump, load, save, snapshot
-from sdpa_repro.errors import InputError
+from sdpa_repro.errors import INTERRUPTED, InputError
 from sdpa_repro.explaining.explain import suspect
-from sdpa_repro.explaining.explanation import STOPPED, TOO_LITTLE
+from sdpa_repro.explaining.explanation import TOO_LITTLE
 from sdpa_repro.explaining.hurried import LATER, NO_ANSWER, replay_within, unjudged
 from sdpa_repro.explaining.pacing import Budget, Pace, work_of
 from sdpa_repro.explaining.stand_in import replayed_shorter
@@ -66,7 +66,7 @@ class ReducedDump:
         if self.reduction is None:
             return self.replay.exit_status if self.replay.verdict is not Verdict.BACKEND_WRONG else 0
         if self.reduction.stopped == "interrupted":
-            return STOPPED
+            return INTERRUPTED
         return 1 if self.proven else 3
 
     @property

@@ -129,3 +129,15 @@ def test_the_end_of_the_interpreter_waits_for_what_is_computed() -> None:
     beside._settle()
     assert done.is_set()
     beside._settle()  # with nothing left
+
+
+def test_nothing_is_kept_for_the_end_of_the_interpreter_once_the_thread_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(aside, "IDLE_SECONDS", 0.01)
+    beside = Aside(lambda: None)
+    seen = weakref.ref(beside)
+    beside.run(threading.current_thread, CPU).join(60)
+    del beside
+    gc.collect()
+    assert seen() is None
